@@ -1,0 +1,247 @@
+// Python module xopt._C, free of torch: what the CPU can do, the kernels of this build and the runtime's knobs.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/probe.h"
+#include "runtime/arena.h"
+#include "runtime/cpu.h"
+#include "runtime/parallel.h"
+#include "runtime/registry.h"
+
+namespace py = pybind11;
+
+namespace xopt {
+namespace {
+
+struct Feature {
+  const char* name;
+  bool CpuFeatures::*flag;
+};
+
+constexpr Feature kFeatures[] = {
+    {"avx2", &CpuFeatures::avx2},
+    {"fma", &CpuFeatures::fma},
+    {"f16c", &CpuFeatures::f16c},
+    {"avx512f", &CpuFeatures::avx512f},
+    {"avx512bw", &CpuFeatures::avx512bw},
+    {"avx512dq", &CpuFeatures::avx512dq},
+    {"avx512vl", &CpuFeatures::avx512vl},
+    {"avx512_vnni", &CpuFeatures::avx512_vnni},
+    {"avx512_bf16", &CpuFeatures::avx512_bf16},
+    {"avx512_fp16", &CpuFeatures::avx512_fp16},
+    {"amx_tile", &CpuFeatures::amx_tile},
+    {"amx_int8", &CpuFeatures::amx_int8},
+    {"amx_bf16", &CpuFeatures::amx_bf16},
+    {"amx_fp16", &CpuFeatures::amx_fp16},
+    {"amx_permitted", &CpuFeatures::amx_permitted},
+    {"emulated", &CpuFeatures::emulated},
+};
+
+py::tuple isa_names() {
+  py::tuple names(kIsaCount);
+  for (int i = 0; i < kIsaCount; ++i) names[i] = isa_name(static_cast<Isa>(i));
+  return names;
+}
+
+Isa isa_of_name(const std::string& name) {
+  std::string known;
+  for (int i = 0; i < kIsaCount; ++i) {
+    const Isa isa = static_cast<Isa>(i);
+    if (name == isa_name(isa)) return isa;
+    known += (i == 0 ? "" : ", ") + std::string(isa_name(isa));
+  }
+  throw py::value_error("unknown ISA level '" + name + "'; known levels: " + known);
+}
+
+py::dict features_of(const CpuFeatures& cpu) {
+  py::dict features;
+  for (const Feature& feature : kFeatures) features[feature.name] = cpu.*feature.flag;
+  return features;
+}
+
+std::string level_of_features(const py::dict& features) {
+  CpuFeatures cpu{};
+  for (const auto& entry : features) {
+    const std::string name = py::str(entry.first);
+    const Feature* known = nullptr;
+    for (const Feature& feature : kFeatures) {
+      if (name == feature.name) known = &feature;
+    }
+    if (known == nullptr) throw py::value_error("unknown CPU feature '" + name + "'");
+    cpu.*known->flag = entry.second.cast<bool>();
+  }
+  return isa_name(level_of(cpu));
+}
+
+py::list kernel_records() {
+  py::list records;
+  for (const KernelRecord* record = first_kernel(); record != nullptr; record = record->next) {
+    const bool within_level = record->isa <= active_isa();
+    py::dict entry;
+    entry["name"] = record->name;
+    entry["dtype"] = record->dtype;
+    entry["isa"] = isa_name(record->isa);
+    entry["calls"] = record->calls.load(std::memory_order_relaxed);
+    entry["chosen"] = within_level && find_kernel(record->name, record->dtype) == record;
+    records.append(entry);
+  }
+  return records;
+}
+
+void reset_kernel_calls() {
+  for (KernelRecord* record = first_kernel(); record != nullptr; record = record->next) record->calls = 0;
+}
+
+void bind_cpu(py::module_& m) {
+  m.def("isa_levels", &isa_names, "All levels, lowest first.");
+  m.def("detected_isa", [] { return isa_name(detected_isa()); }, "The highest level that this process may use.");
+  m.def("active_isa", [] { return isa_name(active_isa()); }, "The level that kernels are chosen by.");
+  m.def("cap_isa", [](const std::string& name) { cap_isa(isa_of_name(name)); }, py::arg("level"),
+        "Caps the level, in place of an earlier cap.");
+  m.def("cpu_brand", [] { return std::string(cpu_features().brand); });
+  m.def("cpu_features", [] { return features_of(cpu_features()); });
+  m.def(
+      "cache_bytes",
+      [] { return py::make_tuple(cpu_features().l1d_bytes, cpu_features().l2_bytes, cpu_features().l3_bytes); },
+      "L1 data, L2 and L3 in bytes; 0 where unknown.");
+  m.def("level_of", &level_of_features, py::arg("features"), "The level of a CPU with these features.");
+}
+
+void bind_registry(py::module_& m) {
+  m.def("kernels", &kernel_records, "All kernels of this build: name, dtype, isa, calls, chosen.");
+  m.def("reset_kernel_calls", &reset_kernel_calls);
+  m.def(
+      "find_kernel",
+      [](const std::string& name, const std::string& dtype) {
+        return isa_name(find_kernel(name.c_str(), dtype.c_str())->isa);
+      },
+      py::arg("name"), py::arg("dtype"), "The level of the kernel that is chosen now.");
+}
+
+// ---- The roofs of this machine, for the bench ----------------------------------------------------------------------
+
+py::tuple probe(const std::string& kind, int threads, int repeats) {
+  if (threads < 1) throw py::value_error("probe: threads is " + std::to_string(threads) + ", expected at least 1");
+  if (repeats < 1) throw py::value_error("probe: repeats is " + std::to_string(repeats) + ", expected at least 1");
+  ProbeCall call{};
+  call.threads = threads;
+  call.repeats = repeats;
+  {
+    const py::gil_scoped_release unlocked;
+    Kernel<ProbeFn>("probe", kind.c_str())(call);
+  }
+  return py::make_tuple(call.seconds, call.work, call.instruction);
+}
+
+// ---- xopt._C.testing: the runtime's parts on their own -----------------------------------------------------------
+
+// Which (thread, count) each body saw, in the order of the threads.
+py::list region_members(int threads) {
+  std::vector<int> counts(static_cast<size_t>(std::max(threads, 1)), 0);
+  {
+    const py::gil_scoped_release unlocked;
+    parallel(threads, [&](int thread, int count) { counts[static_cast<size_t>(thread)] = count; });
+  }
+  py::list members;
+  for (size_t thread = 0; thread < counts.size(); ++thread) {
+    if (counts[thread] > 0) members.append(py::make_tuple(thread, counts[thread]));
+  }
+  return members;
+}
+
+// In each of `rounds` rounds every thread adds one, waits, and looks at the sum: how often it was not whole.
+int64_t barrier_misses(int threads, int rounds) {
+  std::atomic<int64_t> arrived{0}, misses{0};
+  parallel(threads, [&](int, int count) {
+    for (int round = 1; round <= rounds; ++round) {
+      arrived.fetch_add(1);
+      parallel_barrier();
+      if (arrived.load() != static_cast<int64_t>(round) * count) misses.fetch_add(1);
+      parallel_barrier();
+    }
+  });
+  return misses.load();
+}
+
+// Every thread opens a region and a barrier of its own: the sizes of these inner regions and what max_threads said.
+std::pair<int, int> nested_region(int threads) {
+  std::atomic<int> inner{0}, allowed{0};
+  parallel(threads, [&](int, int) {
+    allowed = std::max(allowed.load(), max_threads());
+    parallel(threads, [&](int, int count) {
+      inner = std::max(inner.load(), count);
+      parallel_barrier();
+    });
+  });
+  return {inner.load(), allowed.load()};
+}
+
+void throwing_region(int threads, int thrower) {
+  parallel(threads, [&](int thread, int) {
+    if (thread == thrower || thrower < 0) throw std::runtime_error("thrown by thread " + std::to_string(thread));
+  });
+}
+
+// Takes pieces of these sizes, fills each, gives them all back: the address of each, which no other piece overwrote.
+std::vector<uintptr_t> scratch_pieces(const std::vector<size_t>& sizes) {
+  std::vector<std::unique_ptr<Scratch>> pieces;
+  struct Unwind {  // a vector would destroy its elements in the order of taking
+    std::vector<std::unique_ptr<Scratch>>& pieces;
+    ~Unwind() {
+      while (!pieces.empty()) pieces.pop_back();
+    }
+  } unwind{pieces};
+  std::vector<uintptr_t> addresses;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    pieces.push_back(std::make_unique<Scratch>(sizes[i]));
+    std::memset(pieces.back()->as<void>(), static_cast<int>(i % 251), sizes[i]);
+    addresses.push_back(reinterpret_cast<uintptr_t>(pieces.back()->as<void>()));
+  }
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const unsigned char* bytes = pieces[i]->as<unsigned char>();
+    for (size_t at = 0; at < sizes[i]; ++at) {
+      if (bytes[at] != i % 251) throw std::logic_error("piece " + std::to_string(i) + " was overwritten");
+    }
+  }
+  return addresses;
+}
+
+void bind_testing(py::module_ m) {
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  m.def("region_members", &region_members, py::arg("threads"));
+  m.def("barrier_misses", &barrier_misses, py::arg("threads"), py::arg("rounds"), unlocked);
+  m.def("nested_region", &nested_region, py::arg("threads"), unlocked);
+  m.def("throwing_region", &throwing_region, py::arg("threads"), py::arg("thrower"), unlocked);
+  m.def("scratch_pieces", &scratch_pieces, py::arg("sizes"), unlocked);
+  m.def(
+      "weight_alloc", [](size_t bytes) { return reinterpret_cast<uintptr_t>(weight_alloc(bytes)); }, py::arg("bytes"));
+  m.def(
+      "weight_free", [](uintptr_t address) { weight_free(reinterpret_cast<void*>(address)); }, py::arg("address"));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.attr("__version__") = XOPT_VERSION;
+  bind_cpu(m);
+  bind_registry(m);
+  m.def("probe", &probe, py::arg("kind"), py::arg("threads"), py::arg("repeats"),
+        "Measures a roof, of kind f32, bf16, int8 or read: (seconds, operations or bytes in them, instruction).");
+  m.def("max_threads", &max_threads, "How many threads a kernel called now may use.");
+  m.def("set_arena_limit", &set_arena_limit, py::arg("bytes"),
+        "For tests: scratch memory a thread may have in use; negative for no limit.");
+  m.def("arena_bytes", &arena_bytes, "Bytes that all scratch arenas hold.");
+  m.def("weight_bytes", &weight_bytes, "Bytes of the pages that packed weights lie on.");
+  bind_testing(m.def_submodule("testing", "The runtime's parts on their own, for the tests."));
+}
+
+}  // namespace xopt

@@ -1,0 +1,30 @@
+// GEMM with weights of bf16: in fp32 up to AVX-512, by pair products from AVX512-BF16 on, by tiles with AMX.
+// isa: scalar avx2 avx512 avx512_bf16 amx
+#include "kernels/gemm_loop.h"
+#include "tiles/block_amx.h"
+#include "tiles/block_avx2.h"
+#include "tiles/block_avx512.h"
+#include "tiles/block_scalar.h"
+
+namespace xopt::XOPT_ISA {
+namespace {
+
+void gemm_bf16(const GemmCall& call) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AMX
+  // A tile of 16 rows that holds 4 is no faster than pair products, and those leave more of the core to the loads.
+  if (call.m > 4) return gemm_with<TileBlock<TileBf16>>(call);
+#endif
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+  gemm_with<DotBlock<DotBf16>>(call);
+#elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
+  gemm_with<FmaBlock<WeightBf16>>(call);
+#else
+  gemm_with<ScalarBlock<Bf16, float, float, Bf16>>(call);
+#endif
+}
+
+}  // namespace
+
+XOPT_REGISTER_KERNEL(gemm, bf16, gemm_bf16);
+
+}  // namespace xopt::XOPT_ISA

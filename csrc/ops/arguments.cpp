@@ -1,0 +1,174 @@
+// See arguments.h.
+#include "ops/arguments.h"
+
+#include <new>
+#include <stdexcept>
+
+namespace xopt::ops {
+namespace {
+
+constexpr int64_t kMaxDims = 64;
+constexpr int32_t kNoIndex = -1;  // of the CPU as a device
+
+void require(AOTITorchError status, const char* what) {
+  if (status != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("xopt: torch failed to ") + what);
+}
+
+}  // namespace
+
+std::optional<DType> dtype_from_torch(int32_t code) {
+  const TorchCodes& codes = torch_codes();
+  if (code == codes.f32) return DType::f32;
+  if (code == codes.bf16) return DType::bf16;
+  if (code == codes.f16) return DType::f16;
+  if (code == codes.s8) return DType::s8;
+  if (code == codes.u8) return DType::u8;
+  if (code == codes.s32) return DType::s32;
+  return std::nullopt;
+}
+
+int32_t dtype_to_torch(DType dtype) {
+  const TorchCodes& codes = torch_codes();
+  switch (dtype) {
+    case DType::f32: return codes.f32;
+    case DType::bf16: return codes.bf16;
+    case DType::f16: return codes.f16;
+    case DType::s8: return codes.s8;
+    case DType::u8: return codes.u8;
+    case DType::s32: break;
+  }
+  return codes.s32;
+}
+
+std::string torch_dtype_name(int32_t code) {
+  const std::pair<int32_t, const char*> names[] = {
+      {aoti_torch_dtype_float32(), "float32"},     {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float16(), "float16"},     {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_uint8(), "uint8"},         {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_float64(), "float64"},     {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_int16(), "int16"},         {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_complex64(), "complex64"}, {aoti_torch_dtype_complex128(), "complex128"},
+      {aoti_torch_dtype_uint16(), "uint16"},       {aoti_torch_dtype_uint32(), "uint32"},
+      {aoti_torch_dtype_uint64(), "uint64"},       {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
+  };
+  for (const auto& [known, name] : names) {
+    if (known == code) return name;
+  }
+  return "torch's dtype number " + std::to_string(code);
+}
+
+Tensor::Tensor(AtenTensorHandle handle) : handle_(handle) {
+  if (handle == nullptr) return;
+  int64_t *sizes = nullptr, *strides = nullptr;
+  // These only fail for what has no strides at all, such as nested tensors, which reach no CPU kernel.
+  if (aoti_torch_get_dim(handle, &dims_) != AOTI_TORCH_SUCCESS ||
+      aoti_torch_get_sizes(handle, &sizes) != AOTI_TORCH_SUCCESS ||
+      aoti_torch_get_strides(handle, &strides) != AOTI_TORCH_SUCCESS ||
+      aoti_torch_get_dtype(handle, &dtype_code_) != AOTI_TORCH_SUCCESS ||
+      aoti_torch_get_device_type(handle, &device_) != AOTI_TORCH_SUCCESS) {
+    device_ = -1;
+  }
+  sizes_ = sizes;
+  strides_ = strides;
+}
+
+Tensor& Tensor::operator=(Tensor&& other) noexcept {
+  std::swap(handle_, other.handle_);
+  sizes_ = other.sizes_;
+  strides_ = other.strides_;
+  dims_ = other.dims_;
+  dtype_code_ = other.dtype_code_;
+  device_ = other.device_;
+  return *this;
+}
+
+Tensor::~Tensor() {
+  if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+}
+
+Tensor Tensor::empty(const int64_t* sizes, int64_t dims, DType dtype) {
+  int64_t strides[kMaxDims];
+  int64_t stride = 1;
+  if (dims > kMaxDims) throw std::runtime_error("xopt: tensors have at most 64 dimensions");
+  for (int64_t dim = dims - 1; dim >= 0; --dim) {
+    strides[dim] = stride;
+    const int64_t at_least_one = sizes[dim] > 1 ? sizes[dim] : 1;
+    if (__builtin_mul_overflow(stride, at_least_one, &stride)) throw std::bad_alloc();
+  }
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(stride, dtype_size(dtype), &bytes)) throw std::bad_alloc();
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(dims, sizes, strides, dtype_to_torch(dtype), torch_codes().cpu, kNoIndex, &handle) !=
+      AOTI_TORCH_SUCCESS) {
+    throw std::bad_alloc();
+  }
+  return Tensor(handle);
+}
+
+Tensor Tensor::adopt_bytes(void* data, int64_t bytes, void (*deleter)(void*, void*)) {
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  const TorchCodes& codes = torch_codes();
+  const AOTITorchError status = torch_from_blob(data, 1, &bytes, &stride, 0, codes.u8, codes.cpu, kNoIndex, &handle,
+                                                aoti_torch_layout_strided(), nullptr, 0, deleter, nullptr);
+  if (status != AOTI_TORCH_SUCCESS) {
+    deleter(data, nullptr);
+    throw std::bad_alloc();
+  }
+  return Tensor(handle);
+}
+
+Tensor Tensor::contiguous_copy() const {
+  const std::optional<DType> dtype = dtype_from_torch(dtype_code_);
+  if (!dtype) throw std::runtime_error("xopt: cannot copy a tensor of " + torch_dtype_name(dtype_code_));
+  Tensor copy = empty(sizes_, dims_, *dtype);
+  require(aoti_torch_copy_(copy.handle_, handle_, 0), "copy a tensor");
+  return copy;
+}
+
+// The stable ABI cannot ask a tensor whether it requires a gradient, but a view of it under grad mode is a leaf of the
+// autograd graph exactly if it does not.
+bool Tensor::requires_grad() const {
+  StableIValue stack[1];
+  AtenTensorHandle input = nullptr;
+  require(aoti_torch_new_tensor_handle(handle_, &input), "share a tensor");
+  stack[0] = torch::stable::detail::from(input);
+  require(torch_call_dispatcher("aten::alias", "", stack, TORCH_ABI_VERSION), "make an alias of a tensor");
+  require(torch_call_dispatcher("aten::is_leaf", "", stack, TORCH_ABI_VERSION), "ask a tensor for is_leaf");
+  return !torch::stable::detail::to<bool>(stack[0]);
+}
+
+int64_t Tensor::numel() const {
+  int64_t count = 1;
+  for (int64_t dim = 0; dim < dims_; ++dim) count *= sizes_[dim];
+  return count;
+}
+
+const void* Tensor::data() const {
+  const void* data = nullptr;
+  require(torch_get_const_data_ptr(handle_, &data), "give the data of a tensor");
+  return data;
+}
+
+void* Tensor::mutable_data() const {
+  void* data = nullptr;
+  require(torch_get_mutable_data_ptr(handle_, &data), "give the data of a tensor");
+  return data;
+}
+
+std::string Tensor::shape_text() const {
+  std::string text = "[";
+  for (int64_t dim = 0; dim < dims_; ++dim) text += (dim == 0 ? "" : ", ") + std::to_string(sizes_[dim]);
+  return text + "]";
+}
+
+std::string_view String::text() const {
+  const char* text = "";
+  size_t length = 0;
+  if (torch_string_c_str(handle_, &text) != AOTI_TORCH_SUCCESS) return "";
+  torch_string_length(handle_, &length);
+  return {text, length};
+}
+
+}  // namespace xopt::ops

@@ -1,0 +1,120 @@
+// The arguments of a boxed op, taken off torch's stack by their type and in the order of the schema.
+//
+// torch/csrc/stable/library.h has TORCH_BOX for this. It is not used because it costs a shared_ptr for each tensor,
+// copies each output once more, and leaks a std::string for each `str` argument (torch 2.10 to 2.13). Here every
+// argument is owned by a plain member of a struct, whose constructor reads them all before anything is checked, so that
+// an error leaks nothing.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "kernels/types.h"
+
+namespace xopt::ops {
+
+// torch's numbers for dtypes and devices. They are no part of its ABI, so they are asked for once.
+struct TorchCodes {
+  int32_t f32 = aoti_torch_dtype_float32();
+  int32_t bf16 = aoti_torch_dtype_bfloat16();
+  int32_t f16 = aoti_torch_dtype_float16();
+  int32_t s8 = aoti_torch_dtype_int8();
+  int32_t u8 = aoti_torch_dtype_uint8();
+  int32_t s32 = aoti_torch_dtype_int32();
+  int32_t cpu = aoti_torch_device_type_cpu();
+};
+inline const TorchCodes& torch_codes() {
+  static const TorchCodes codes;
+  return codes;
+}
+
+std::optional<DType> dtype_from_torch(int32_t code);
+int32_t dtype_to_torch(DType dtype);
+std::string torch_dtype_name(int32_t code);
+
+// An owned tensor. The sizes and strides are those of the tensor object and live as long as it.
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(AtenTensorHandle handle);
+  Tensor(Tensor&& other) noexcept { *this = std::move(other); }
+  Tensor& operator=(Tensor&& other) noexcept;
+  ~Tensor();
+
+  // A new tensor of this shape in contiguous layout, uninitialised.
+  static Tensor empty(const int64_t* sizes, int64_t dims, DType dtype);
+  // uint8 [bytes] over memory that `deleter` releases.
+  static Tensor adopt_bytes(void* data, int64_t bytes, void (*deleter)(void* data, void* context));
+  Tensor contiguous_copy() const;
+
+  explicit operator bool() const { return handle_ != nullptr; }
+  int64_t dims() const { return dims_; }
+  int64_t size(int64_t dim) const { return sizes_[dim]; }
+  int64_t stride(int64_t dim) const { return strides_[dim]; }
+  const int64_t* sizes() const { return sizes_; }
+  int64_t numel() const;
+  int32_t dtype_code() const { return dtype_code_; }
+  bool requires_grad() const;  // slow; to be asked under grad mode only
+  bool on_cpu() const { return device_ == torch_codes().cpu; }
+  const void* data() const;
+  void* mutable_data() const;
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+  std::string shape_text() const;  // "[2, 3]"
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+  const int64_t* sizes_ = nullptr;
+  const int64_t* strides_ = nullptr;
+  int64_t dims_ = 0;
+  int32_t dtype_code_ = 0;
+  int32_t device_ = 0;
+};
+
+// An owned `str` argument.
+class String {
+ public:
+  explicit String(StringHandle handle) : handle_(handle) {}
+  String(const String&) = delete;
+  String& operator=(const String&) = delete;
+  ~String() { torch_delete_string(handle_); }
+  std::string_view text() const;
+
+ private:
+  StringHandle handle_;
+};
+
+// Reads the stack from its first argument on. Members of an argument struct are initialised in the order of their
+// declaration, which therefore is the order of the schema.
+class Stack {
+ public:
+  explicit Stack(const StableIValue* values) : next_(values) {}
+
+  AtenTensorHandle tensor() { return pop<AtenTensorHandle>(); }
+  AtenTensorHandle optional_tensor() { return pop<std::optional<AtenTensorHandle>>().value_or(nullptr); }
+  StringHandle string() { return pop<StringHandle>(); }
+  int64_t integer() { return pop<int64_t>(); }
+  double number() { return pop<double>(); }
+  bool boolean() { return pop<bool>(); }
+  int32_t dtype_code() { return pop<int32_t>(); }
+  std::optional<int32_t> optional_dtype_code() { return pop<std::optional<int32_t>>(); }
+
+ private:
+  template <class T>
+  T pop() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+  const StableIValue* next_;
+};
+
+inline void return_tensor(StableIValue* stack, int index, Tensor&& tensor) {
+  stack[index] = torch::stable::detail::from(tensor.release());
+}
+
+}  // namespace xopt::ops

@@ -1,0 +1,228 @@
+// See gemm_arguments.h.
+#include "ops/gemm_arguments.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "runtime/registry.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr int64_t kMaxDims = 64;
+constexpr uintptr_t kPackedAlignment = 64;
+
+constexpr NamedValue<Activation> kActivations[] = {
+    {"none", Activation::none},
+    {"relu", Activation::relu},
+    {"gelu_erf", Activation::gelu_erf},
+    {"gelu_tanh", Activation::gelu_tanh},
+    {"silu", Activation::silu},
+    {"sigmoid", Activation::sigmoid},
+    {"tanh", Activation::tanh},
+    {"hardswish", Activation::hardswish},
+    {"hardsigmoid", Activation::hardsigmoid},
+    {"leaky_relu", Activation::leaky_relu},
+    {"clamp", Activation::clamp},
+};
+constexpr NamedValue<Binary> kBinaries[] = {{"none", Binary::none}, {"add", Binary::add}, {"mul", Binary::mul}};
+
+Kernel<GemmFn> gemm_f32("gemm", "f32");
+Kernel<GemmFn> gemm_bf16("gemm", "bf16");
+Kernel<GemmFn> gemm_f16("gemm", "f16");
+Kernel<GemmFn> gemm_s8s8("gemm", "s8s8");
+Kernel<GemmFn> gemm_u8s8("gemm", "u8s8");
+
+// Merges the leading dimensions into two levels of rows; false where that takes more, or where k is not contiguous.
+bool collapse_rows(const Tensor& tensor, RowsView* view) {
+  const int64_t last = tensor.dims() - 1;
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1) return false;
+  int64_t count[2] = {1, 1}, stride[2] = {0, 0};  // inner and outer level
+  int level = 0;
+  for (int64_t dim = last - 1; dim >= 0; --dim) {
+    const int64_t size = tensor.size(dim);
+    if (size == 1) continue;
+    if (count[level] > 1 && tensor.stride(dim) != count[level] * stride[level]) {
+      if (++level > 1) return false;
+    }
+    if (count[level] == 1) stride[level] = tensor.stride(dim);
+    count[level] *= size;
+  }
+  view->inner_rows = count[0];
+  view->row_stride = stride[0];
+  view->outer_stride = level == 1 ? stride[1] : 0;
+  return true;
+}
+
+std::string expected_output_shape(const Tensor& input, int64_t out_features) {
+  std::string text = "[";
+  for (int64_t dim = 0; dim + 1 < input.dims(); ++dim) text += std::to_string(input.size(dim)) + ", ";
+  return text + std::to_string(out_features) + "]";
+}
+
+bool is_output_shape(const Tensor& tensor, const Tensor& input, int64_t out_features) {
+  if (tensor.dims() != input.dims() || tensor.size(tensor.dims() - 1) != out_features) return false;
+  for (int64_t dim = 0; dim + 1 < input.dims(); ++dim) {
+    if (tensor.size(dim) != input.size(dim)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+PackedHeader packed_header(const char* op, const Tensor& packed) {
+  const Checked checked{op, "packed", packed};
+  checked.cpu();
+  checked.dtype({DType::u8});
+  if (packed.dims() != 1 || (packed.size(0) > 1 && packed.stride(0) != 1)) {
+    checked.fail("expected a contiguous tensor of one dimension, as made by linear_pack, got shape ",
+                 packed.shape_text());
+  }
+  const void* data = packed.data();
+  if (const char* error = packed_header_error(data, packed.size(0))) {
+    checked.fail("expected a packed weight, as made by linear_pack, but ", error, " (", packed.size(0), " bytes)");
+  }
+  if (reinterpret_cast<uintptr_t>(data) % kPackedAlignment != 0) {
+    checked.fail("expected data at a multiple of ", kPackedAlignment, " bytes, got address ", data, "; pass its clone()");
+  }
+  PackedHeader header;
+  std::memcpy(&header, data, sizeof(header));
+  return header;
+}
+
+PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind, bool gated, int64_t out_features,
+                           int64_t in_features) {
+  const PackedHeader header = packed_header(op, packed);
+  const Checked checked{op, "packed", packed};
+  const std::string_view wanted = kind == WeightKind::int8 ? "int8" : "float32, bfloat16 or float16";
+  if ((header.dtype == DType::s8) != (kind == WeightKind::int8)) {
+    checked.fail("expected a packed weight of ", wanted, ", got one of ", torch_dtype_name(dtype_to_torch(header.dtype)));
+  }
+  if ((header.gated != 0) != gated) {
+    checked.fail("expected ", gated ? "a gated pair of weights (linear_pack_gated)" : "a single weight", ", got ",
+                 gated ? "a single one" : "a gated pair");
+  }
+  if (header.n != out_features) {
+    fail(op, "out_features", "expected ", header.n, ", the packed weight's, got ", out_features);
+  }
+  if (header.k != in_features) {
+    fail(op, "input", "expected a last dimension of ", header.k, ", the packed weight's in_features, got ", in_features);
+  }
+  return PackedWeight(packed.data());
+}
+
+int64_t input_features(const char* op, const Tensor& input) {
+  const Checked checked{op, "input", input};
+  checked.cpu();
+  if (input.dims() < 1 || input.dims() > kMaxDims) {
+    checked.fail("expected 1 to ", kMaxDims, " dimensions, got ", input.dims());
+  }
+  return input.size(input.dims() - 1);
+}
+
+int64_t input_rows(const Tensor& input) {
+  int64_t rows = 1;
+  for (int64_t dim = 0; dim + 1 < input.dims(); ++dim) rows *= input.size(dim);
+  return rows;
+}
+
+RowsView rows_view(const char* op, Tensor* input, std::initializer_list<DType> dtypes) {
+  RowsView view;
+  view.dtype = Checked{op, "input", *input}.dtype(dtypes);
+  if (input->numel() == 0) return view;
+  if (!collapse_rows(*input, &view)) {
+    *input = input->contiguous_copy();
+    collapse_rows(*input, &view);
+  }
+  view.data = input->data();
+  return view;
+}
+
+Tensor empty_output(const char* op, const Tensor& input, int64_t out_features, DType dtype) {
+  int64_t sizes[kMaxDims];
+  int64_t bytes = dtype_size(dtype);
+  bool overflow = false;
+  for (int64_t dim = 0; dim < input.dims(); ++dim) {
+    sizes[dim] = dim + 1 < input.dims() ? input.size(dim) : out_features;
+    overflow |= __builtin_mul_overflow(bytes, sizes[dim] > 1 ? sizes[dim] : 1, &bytes);
+  }
+  if (overflow) {
+    fail(op, "input", "the output's shape ", expected_output_shape(input, out_features), " is more than fits in memory");
+  }
+  return Tensor::empty(sizes, input.dims(), dtype);
+}
+
+ColumnVector column_vector(const char* op, const char* name, Tensor* tensor, int64_t out_features) {
+  if (!*tensor) return {};
+  const Checked checked{op, name, *tensor};
+  checked.cpu();
+  const DType dtype = checked.dtype({DType::f32, DType::bf16, DType::f16});
+  checked.shape({out_features});
+  if (out_features > 1 && tensor->stride(0) != 1) *tensor = tensor->contiguous_copy();
+  return {tensor->data(), dtype};
+}
+
+void set_other(const char* op, const char* name, Tensor* other, const Tensor& input, int64_t out_features,
+               bool row_allowed, Epilogue* epilogue) {
+  if (!*other) return;
+  const Checked checked{op, name, *other};
+  checked.cpu();
+  epilogue->other_dtype = checked.dtype({DType::f32, DType::bf16, DType::f16});
+  const bool is_row = row_allowed && other->dims() == 1 && other->size(0) == out_features;
+  if (!is_row && !is_output_shape(*other, input, out_features)) {
+    checked.fail("expected the output's shape ", expected_output_shape(input, out_features),
+                 row_allowed ? " or a row [" + std::to_string(out_features) + "]" : "", ", got ", other->shape_text());
+  }
+  if (other->numel() == 0) return;
+  RowsView view;
+  const int64_t rows = is_row ? 1 : input_rows(input);
+  if (!collapse_rows(*other, &view) || view.inner_rows != rows) {
+    *other = other->contiguous_copy();
+    collapse_rows(*other, &view);
+  }
+  epilogue->other = other->data();
+  epilogue->other_row_stride = view.row_stride;
+}
+
+Activation parse_activation(const char* op, const String& activation) {
+  return parse_name(op, "activation", activation.text(), kActivations);
+}
+
+Binary parse_binary(const char* op, const String& text, const Tensor& other) {
+  const Binary binary = parse_name(op, "binary", text.text(), kBinaries);
+  if (binary != Binary::none && !other) fail(op, "other", "expected a tensor for binary='", text.text(), "', got None");
+  if (binary == Binary::none && other) fail(op, "other", "expected None for binary='none', got a tensor");
+  return binary;
+}
+
+void set_output_type(const char* op, DType dtype, double scale, int64_t zero_point, Epilogue* epilogue) {
+  epilogue->out_dtype = dtype;
+  if (dtype != DType::s8 && dtype != DType::u8) {
+    if (scale != 1.0) fail(op, "output_scale", "expected 1, since out_dtype is no int8 type, got ", scale);
+    if (zero_point != 0) fail(op, "output_zero_point", "expected 0, since out_dtype is no int8 type, got ", zero_point);
+    return;
+  }
+  const int64_t lowest = dtype == DType::s8 ? -128 : 0, highest = lowest + 255;
+  const auto stored_scale = static_cast<float>(scale);
+  if (!(stored_scale >= std::numeric_limits<float>::min()) || !std::isfinite(stored_scale)) {
+    fail(op, "output_scale", "expected a positive, finite fp32 number, got ", scale);
+  }
+  if (zero_point < lowest || zero_point > highest) {
+    fail(op, "output_zero_point", "expected ", lowest, " to ", highest, ", got ", zero_point);
+  }
+  epilogue->out_scale = stored_scale;
+  epilogue->out_zero_point = static_cast<int32_t>(zero_point);
+}
+
+void run_gemm(const GemmCall& call) {
+  if (call.m == 0 || call.weight.n == 0) return;
+  switch (call.weight.dtype) {
+    case DType::f32: return gemm_f32(call);
+    case DType::bf16: return gemm_bf16(call);
+    case DType::f16: return gemm_f16(call);
+    default: return call.a.dtype == DType::u8 ? gemm_u8s8(call) : gemm_s8s8(call);
+  }
+}
+
+}  // namespace xopt::ops

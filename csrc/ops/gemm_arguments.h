@@ -1,0 +1,43 @@
+// From the tensors of an op to a GemmCall: what the linear family and qlinear have in common. Each function checks one
+// argument. A tensor whose layout a kernel cannot read in place is replaced by a contiguous copy.
+#pragma once
+
+#include "kernels/gemm.h"
+#include "ops/check.h"
+
+namespace xopt::ops {
+
+enum class WeightKind { floating, int8 };
+
+// The packed weight, after its header was checked against what the caller says about it.
+PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind, bool gated, int64_t out_features,
+                           int64_t in_features);
+// The header alone, checked; for ops that unpack.
+PackedHeader packed_header(const char* op, const Tensor& packed);
+
+// The last dimension of `input`; an error where there is none.
+int64_t input_features(const char* op, const Tensor& input);
+// The product of all dimensions but the last.
+int64_t input_rows(const Tensor& input);
+RowsView rows_view(const char* op, Tensor* input, std::initializer_list<DType> dtypes);
+
+// Of the input's shape with its last dimension replaced.
+Tensor empty_output(const char* op, const Tensor& input, int64_t out_features, DType dtype);
+
+// bias and the like: [out_features] of any floating dtype, or absent.
+ColumnVector column_vector(const char* op, const char* name, Tensor* tensor, int64_t out_features);
+
+// `other` and its row stride. It has the shape of the output, or is a row [out_features] if that is allowed.
+void set_other(const char* op, const char* name, Tensor* other, const Tensor& input, int64_t out_features,
+               bool row_allowed, Epilogue* epilogue);
+
+Activation parse_activation(const char* op, const String& activation);
+Binary parse_binary(const char* op, const String& binary, const Tensor& other);
+
+// out_dtype, output_scale and output_zero_point.
+void set_output_type(const char* op, DType dtype, double scale, int64_t zero_point, Epilogue* epilogue);
+
+// Picks the kernel by the dtypes and runs it, unless there is nothing to compute.
+void run_gemm(const GemmCall& call);
+
+}  // namespace xopt::ops

@@ -1,0 +1,210 @@
+// xopt::linear, linear_gated and linear_norm: input * weight^T with a packed floating-point weight, and what follows it.
+#include "ops/gemm_arguments.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
+
+DType output_dtype(const char* op, const std::optional<int32_t>& asked, const Tensor& input,
+                   std::initializer_list<DType> allowed) {
+  return parse_dtype(op, asked ? "out_dtype" : "input", asked.value_or(input.dtype_code()), allowed);
+}
+
+GemmCall gemm_call(const char* op, Tensor* input, const Tensor& packed, int64_t out_features, bool gated) {
+  const int64_t in_features = input_features(op, *input);
+  const PackedWeight weight = packed_weight(op, packed, WeightKind::floating, gated, out_features, in_features);
+  return {input_rows(*input), rows_view(op, input, kFloating), weight, {}};
+}
+
+// ---- linear -----------------------------------------------------------------------------------------------------------
+
+struct LinearArguments {
+  explicit LinearArguments(Stack stack)
+      : input(stack.tensor()),
+        packed(stack.tensor()),
+        out_features(stack.integer()),
+        bias(stack.optional_tensor()),
+        activation(stack.string()),
+        alpha(stack.number()),
+        beta(stack.number()),
+        binary(stack.string()),
+        other(stack.optional_tensor()),
+        activation_last(stack.boolean()),
+        out_dtype(stack.optional_dtype_code()),
+        output_scale(stack.number()),
+        output_zero_point(stack.integer()) {}
+
+  Tensor input, packed;
+  int64_t out_features;
+  Tensor bias;
+  String activation;
+  double alpha, beta;
+  String binary;
+  Tensor other;
+  bool activation_last;
+  std::optional<int32_t> out_dtype;
+  double output_scale;
+  int64_t output_zero_point;
+};
+
+void linear(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* kOp = "linear";
+  LinearArguments arguments{Stack(stack)};
+  Tensor& input = arguments.input;
+  const int64_t n = arguments.out_features;
+  check_no_gradient({{kOp, "input", input}, {kOp, "bias", arguments.bias}, {kOp, "other", arguments.other}});
+
+  GemmCall call = gemm_call(kOp, &input, arguments.packed, n, false);
+  Epilogue& epilogue = call.epilogue;
+  epilogue.activation = parse_activation(kOp, arguments.activation);
+  epilogue.alpha = static_cast<float>(arguments.alpha);
+  epilogue.beta = static_cast<float>(arguments.beta);
+  epilogue.binary = parse_binary(kOp, arguments.binary, arguments.other);
+  epilogue.activation_last = arguments.activation_last;
+  epilogue.bias = column_vector(kOp, "bias", &arguments.bias, n);
+  set_other(kOp, "other", &arguments.other, input, n, true, &epilogue);
+  const DType out_dtype = output_dtype(kOp, arguments.out_dtype, input,
+                                       {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
+  set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
+
+  Tensor out = empty_output(kOp, input, n, out_dtype);
+  epilogue.out = out.mutable_data();
+  epilogue.out_row_stride = n;
+  run_gemm(call);
+  return_tensor(stack, 0, std::move(out));
+}
+
+// ---- linear_gated -----------------------------------------------------------------------------------------------------
+
+struct LinearGatedArguments {
+  explicit LinearGatedArguments(Stack stack)
+      : input(stack.tensor()),
+        packed(stack.tensor()),
+        out_features(stack.integer()),
+        gate_bias(stack.optional_tensor()),
+        up_bias(stack.optional_tensor()),
+        activation(stack.string()),
+        alpha(stack.number()),
+        beta(stack.number()),
+        out_dtype(stack.optional_dtype_code()) {}
+
+  Tensor input, packed;
+  int64_t out_features;
+  Tensor gate_bias, up_bias;
+  String activation;
+  double alpha, beta;
+  std::optional<int32_t> out_dtype;
+};
+
+void linear_gated(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* kOp = "linear_gated";
+  LinearGatedArguments arguments{Stack(stack)};
+  Tensor& input = arguments.input;
+  const int64_t n = arguments.out_features;
+  check_no_gradient({{kOp, "input", input},
+                     {kOp, "gate_bias", arguments.gate_bias},
+                     {kOp, "up_bias", arguments.up_bias}});
+
+  GemmCall call = gemm_call(kOp, &input, arguments.packed, n, true);
+  Epilogue& epilogue = call.epilogue;
+  epilogue.activation = parse_activation(kOp, arguments.activation);
+  epilogue.alpha = static_cast<float>(arguments.alpha);
+  epilogue.beta = static_cast<float>(arguments.beta);
+  epilogue.bias = column_vector(kOp, "gate_bias", &arguments.gate_bias, n);
+  epilogue.up_bias = column_vector(kOp, "up_bias", &arguments.up_bias, n);
+  epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
+
+  Tensor out = empty_output(kOp, input, n, epilogue.out_dtype);
+  epilogue.out = out.mutable_data();
+  epilogue.out_row_stride = n;
+  run_gemm(call);
+  return_tensor(stack, 0, std::move(out));
+}
+
+// ---- linear_norm ------------------------------------------------------------------------------------------------------
+
+constexpr NamedValue<Norm> kNorms[] = {{"layer_norm", Norm::layer_norm}, {"rms_norm", Norm::rms_norm}};
+
+struct LinearNormArguments {
+  explicit LinearNormArguments(Stack stack)
+      : input(stack.tensor()),
+        packed(stack.tensor()),
+        out_features(stack.integer()),
+        bias(stack.optional_tensor()),
+        residual(stack.optional_tensor()),
+        norm(stack.string()),
+        norm_weight(stack.optional_tensor()),
+        norm_bias(stack.optional_tensor()),
+        eps(stack.number()),
+        out_dtype(stack.optional_dtype_code()),
+        return_sum(stack.boolean()) {}
+
+  Tensor input, packed;
+  int64_t out_features;
+  Tensor bias, residual;
+  String norm;
+  Tensor norm_weight, norm_bias;
+  double eps;
+  std::optional<int32_t> out_dtype;
+  bool return_sum;
+};
+
+void linear_norm(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* kOp = "linear_norm";
+  LinearNormArguments arguments{Stack(stack)};
+  Tensor& input = arguments.input;
+  const int64_t n = arguments.out_features;
+  check_no_gradient({{kOp, "input", input},
+                     {kOp, "bias", arguments.bias},
+                     {kOp, "residual", arguments.residual},
+                     {kOp, "norm_weight", arguments.norm_weight},
+                     {kOp, "norm_bias", arguments.norm_bias}});
+
+  GemmCall call = gemm_call(kOp, &input, arguments.packed, n, false);
+  Epilogue& epilogue = call.epilogue;
+  epilogue.bias = column_vector(kOp, "bias", &arguments.bias, n);
+  set_other(kOp, "residual", &arguments.residual, input, n, false, &epilogue);
+  if (arguments.residual) epilogue.binary = Binary::add;
+  epilogue.norm = parse_name(kOp, "norm", arguments.norm.text(), kNorms);
+  epilogue.norm_weight = column_vector(kOp, "norm_weight", &arguments.norm_weight, n);
+  epilogue.norm_bias = column_vector(kOp, "norm_bias", &arguments.norm_bias, n);
+  if (!(arguments.eps >= 0)) fail(kOp, "eps", "expected a number of at least 0, got ", arguments.eps);
+  epilogue.norm_eps = static_cast<float>(arguments.eps);
+  epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
+
+  Tensor out = empty_output(kOp, input, n, epilogue.out_dtype);
+  const int64_t no_elements = 0;
+  Tensor sum = arguments.return_sum ? empty_output(kOp, input, n, epilogue.out_dtype)
+                                    : Tensor::empty(&no_elements, 1, epilogue.out_dtype);
+  epilogue.out = out.mutable_data();
+  epilogue.out_row_stride = n;
+  epilogue.sum = arguments.return_sum ? sum.mutable_data() : nullptr;
+  run_gemm(call);
+  return_tensor(stack, 0, std::move(out));
+  return_tensor(stack, 1, std::move(sum));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
+  library.def(
+      "linear(Tensor input, Tensor packed, int out_features, Tensor? bias=None, *, str activation=\"none\", "
+      "float alpha=0., float beta=0., str binary=\"none\", Tensor? other=None, bool activation_last=False, "
+      "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0) -> Tensor");
+  library.def(
+      "linear_gated(Tensor input, Tensor packed, int out_features, Tensor? gate_bias=None, Tensor? up_bias=None, *, "
+      "str activation=\"silu\", float alpha=0., float beta=0., ScalarType? out_dtype=None) -> Tensor");
+  library.def(
+      "linear_norm(Tensor input, Tensor packed, int out_features, Tensor? bias=None, Tensor? residual=None, *, "
+      "str norm=\"layer_norm\", Tensor? norm_weight=None, Tensor? norm_bias=None, float eps=1e-5, "
+      "ScalarType? out_dtype=None, bool return_sum=False) -> (Tensor out, Tensor sum)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
+  library.impl("linear", &linear);
+  library.impl("linear_gated", &linear_gated);
+  library.impl("linear_norm", &linear_norm);
+}
+
+}  // namespace xopt::ops

@@ -1,0 +1,86 @@
+// Parallel regions on the OpenMP runtime that torch has loaded. Compiled with -fopenmp and linked to no OpenMP library:
+// a second runtime in the process would bring a second pool of threads and fight torch's for the cores.
+#include "runtime/parallel.h"
+
+#include <omp.h>
+#include <pthread.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <exception>
+
+namespace xopt {
+namespace {
+
+std::atomic<ThreadSource> thread_source{nullptr};
+
+// OpenMP's worker threads do not survive a fork, but its book-keeping does: a region in the child would wait for them
+// forever. It does not tell whether it has workers, and torch may have started them, so any thread beside the forking
+// one counts.
+bool workers_before_fork = false;
+bool workers_lost = false;
+
+void before_fork() {
+  struct stat threads {};
+  constexpr nlink_t kLinksOfOneThread = 3;  // ".", ".." and one directory a thread
+  workers_before_fork = stat("/proc/self/task", &threads) != 0 || threads.st_nlink != kLinksOfOneThread;
+}
+
+void in_child() { workers_lost = workers_lost || workers_before_fork; }
+
+[[gnu::constructor]] void watch_forks() { pthread_atfork(before_fork, nullptr, in_child); }
+
+// Threads of the region that this thread works in; 0 outside. A serial run inside a region counts as a region of 1,
+// else its barrier would be taken for one of the region around it.
+thread_local int region_threads = 0;
+
+class RegionScope {
+ public:
+  explicit RegionScope(int threads) : previous_(region_threads) { region_threads = threads; }
+  ~RegionScope() { region_threads = previous_; }
+  RegionScope(const RegionScope&) = delete;
+  RegionScope& operator=(const RegionScope&) = delete;
+
+ private:
+  int previous_;
+};
+
+}  // namespace
+
+int max_threads() {
+  if (workers_lost || region_threads > 0 || omp_in_parallel() != 0) return 1;
+  const ThreadSource source = thread_source.load(std::memory_order_relaxed);
+  const int threads = source != nullptr ? source() : omp_get_max_threads();
+  return threads > 1 ? threads : 1;
+}
+
+void set_thread_source(ThreadSource source) { thread_source.store(source, std::memory_order_relaxed); }
+
+void parallel_run(int threads, ParallelBody body, void* context) {
+  if (threads <= 1 || workers_lost || region_threads > 0 || omp_in_parallel() != 0) {
+    const RegionScope scope(1);
+    body(context, 0, 1);
+    return;
+  }
+  std::exception_ptr first;
+  std::atomic_flag failed = ATOMIC_FLAG_INIT;
+#pragma omp parallel num_threads(threads) default(none) shared(body, context, first, failed)
+  {
+    const int count = omp_get_num_threads();
+    const RegionScope scope(count);
+    try {
+      body(context, omp_get_thread_num(), count);
+    } catch (...) {
+      if (!failed.test_and_set()) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+void parallel_barrier() {
+  if (region_threads > 1) {
+#pragma omp barrier
+  }
+}
+
+}  // namespace xopt

@@ -1,0 +1,31 @@
+// Threads. The OpenMP runtime is the one that torch has loaded; kernels never use a pragma of their own, so that all
+// knowledge of OpenMP, nesting, fork and exceptions stands in parallel.cpp.
+#pragma once
+
+namespace xopt {
+
+// How many threads a kernel called now may use: what torch.set_num_threads said; 1 inside a parallel region and in a
+// forked child whose parent had worker threads, since those no longer exist in the child.
+int max_threads();
+
+// Whoever knows torch's own setting says so: torch applies it to a Python thread only when that thread first runs a
+// parallel torch op, so OpenMP's count alone would ignore it there. Not called in a region. nullptr: OpenMP's count.
+using ThreadSource = int (*)();
+void set_thread_source(ThreadSource source);
+
+// Runs body(context, thread, count) on `threads` threads and waits. `count`, the same for all, may be less than
+// `threads` where the runtime grants fewer: divide the work by it. The first exception is thrown again here.
+using ParallelBody = void (*)(void* context, int thread, int count);
+void parallel_run(int threads, ParallelBody body, void* context);
+
+// Waits for all threads of the region. Every thread must come here equally often and none may throw before it.
+void parallel_barrier();
+
+// The same with a callable: body(thread, count).
+template <class Body>
+void parallel(int threads, const Body& body) {
+  auto call = [](void* context, int thread, int count) { (*static_cast<const Body*>(context))(thread, count); };
+  parallel_run(threads, call, const_cast<Body*>(&body));
+}
+
+}  // namespace xopt

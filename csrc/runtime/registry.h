@@ -1,0 +1,64 @@
+// The kernels that this build holds: (name, dtype, level) -> function.
+//
+// A kernel source registers itself at load time, once per level it is compiled for; there is no central list.
+// Records live in static storage and form an intrusive list, so kernel sources need no STL container.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "runtime/cpu.h"
+
+namespace xopt {
+
+using KernelFn = void (*)();
+
+struct KernelRecord {
+  // Defined out of line: it runs at load time, on whatever CPU, and so must not be compiled for the record's level.
+  KernelRecord(const char* name, const char* dtype, Isa isa, KernelFn fn);
+
+  const char* name;
+  const char* dtype;
+  Isa isa;
+  KernelFn fn;
+  std::atomic<int64_t> calls;  // how often it was run: tests prove by it that a level was really taken
+  KernelRecord* next;
+};
+
+// Head of the list of all records, in no particular order.
+KernelRecord* first_kernel();
+
+// The record of the highest level up to active_isa(); throws std::runtime_error naming what is missing.
+KernelRecord* find_kernel(const char* name, const char* dtype);
+
+// A use of a kernel: looked up at its first call and again when the cap has changed.
+template <class Fn>
+class Kernel {
+ public:
+  constexpr Kernel(const char* name, const char* dtype) : name_(name), dtype_(dtype) {}
+
+  template <class... Args>
+  void operator()(Args&&... args) {
+    KernelRecord* record = record_.load(std::memory_order_acquire);
+    if (record == nullptr || level_.load(std::memory_order_relaxed) != static_cast<int>(active_isa())) {
+      record = find_kernel(name_, dtype_);
+      level_.store(static_cast<int>(active_isa()), std::memory_order_relaxed);
+      record_.store(record, std::memory_order_release);
+    }
+    record->calls.fetch_add(1, std::memory_order_relaxed);
+    reinterpret_cast<Fn*>(record->fn)(static_cast<Args&&>(args)...);
+  }
+
+ private:
+  const char* name_;
+  const char* dtype_;
+  std::atomic<KernelRecord*> record_{nullptr};
+  std::atomic<int> level_{-1};
+};
+
+}  // namespace xopt
+
+// In a kernel source, inside namespace xopt::XOPT_ISA: XOPT_REGISTER_KERNEL(gemm, bf16, gemm_bf16);
+#define XOPT_REGISTER_KERNEL(NAME, DTYPE, FN)                                               \
+  static ::xopt::KernelRecord NAME##_##DTYPE##_record(#NAME, #DTYPE, ::xopt::Isa::XOPT_ISA, \
+                                                      reinterpret_cast<::xopt::KernelFn>(&(FN)))

@@ -1,0 +1,137 @@
+// Blocks at level `amx`: 32 rows x 32 columns in four tiles, two tiles of A, two of weight.
+//
+// Four loads and four products for each k step is the least that 8 tile registers allow. Every operand is loaded again
+// right after its last use, a whole step before it is wanted, which hides the latency of weights that come from L2.
+// A's 32 rows x 512 bytes..1 KB stay in L1 over all panels of a chunk; its row distance is an odd number of cache
+// lines, since rows a power of two apart fall into the same sets of L1 (measured: a quarter slower).
+#pragma once
+
+#include "tiles/amx.h"
+#include "tiles/block.h"
+
+#if XOPT_LEVEL >= XOPT_LEVEL_AMX
+namespace xopt::XOPT_ISA {
+
+struct TileBf16 {
+  using A = Bf16;
+  using Acc = float;
+  using Round = Bf16;
+};
+template <class Source>
+struct TileInt8 {
+  using A = Source;
+  using Acc = int32_t;
+  using Round = Source;
+};
+
+template <class Kind>
+struct TileBlock {
+  using A = typename Kind::A;
+  using Acc = typename Kind::Acc;
+  using Round = typename Kind::Round;
+  using Scope = TileScope;
+  static constexpr bool kIsInt = Acc(0.5) == 0;
+  static constexpr int64_t kRows = 32;
+  static constexpr bool kEvenRows = false;
+  static constexpr int64_t kTileK = kTileRows * 4 / static_cast<int64_t>(sizeof(A));
+  static constexpr int64_t kMaxTiles = 16;
+  static constexpr int64_t kStride = kMaxTiles * kTileK + 64 / static_cast<int64_t>(sizeof(A));
+  static constexpr int32_t kOffset = 0;
+
+  // C, A and B are literals at every use: tile numbers are immediates.
+#define XOPT_DOT(C, A_, B_)                                       \
+  do {                                                            \
+    if constexpr (sizeof(A) == 2) {                               \
+      XOPT_TILE_DOT_BF16(C, A_, B_);                              \
+    } else if constexpr (static_cast<A>(-1) < static_cast<A>(0)) { \
+      XOPT_TILE_DOT_S8S8(C, A_, B_);                              \
+    } else {                                                      \
+      XOPT_TILE_DOT_U8S8(C, A_, B_);                              \
+    }                                                             \
+  } while (false)
+
+  static void run(int64_t rows, const BlockCall& call) {
+    if (rows > kTileRows) {
+      two_row_tiles(call);
+    } else {
+      one_row_tile(call);
+    }
+  }
+
+  static void two_row_tiles(const BlockCall& call) {
+    constexpr int64_t kRowBytes = kPanelColumns * 4;
+    auto* acc = static_cast<uint8_t*>(call.acc);
+    if (call.accumulate) {
+      XOPT_TILE_LOAD(0, acc, kRowBytes);
+      XOPT_TILE_LOAD(1, acc + 64, kRowBytes);
+      XOPT_TILE_LOAD(2, acc + kTileRows * kRowBytes, kRowBytes);
+      XOPT_TILE_LOAD(3, acc + kTileRows * kRowBytes + 64, kRowBytes);
+    } else {
+      XOPT_TILE_ZERO(0);
+      XOPT_TILE_ZERO(1);
+      XOPT_TILE_ZERO(2);
+      XOPT_TILE_ZERO(3);
+    }
+    const int64_t stride = call.a_stride;
+    const auto* a0 = static_cast<const uint8_t*>(call.a);
+    const uint8_t* a1 = a0 + kTileRows * stride;
+    const uint8_t* b = call.b;
+    const uint8_t* next = call.prefetch;
+    XOPT_TILE_LOAD(4, a0, stride);
+    XOPT_TILE_LOAD(6, b, 64);
+    XOPT_TILE_LOAD(5, a1, stride);
+    XOPT_TILE_LOAD(7, b + kTileBytes, 64);
+    for (int64_t t = 1; t < call.k_tiles; ++t) {
+      a0 += 64;
+      a1 += 64;
+      b += 2 * kTileBytes;
+      XOPT_DOT(0, 4, 6);
+      XOPT_DOT(1, 4, 7);
+      XOPT_TILE_LOAD(4, a0, stride);
+      XOPT_DOT(2, 5, 6);
+      XOPT_TILE_LOAD(6, b, 64);
+      XOPT_DOT(3, 5, 7);
+      XOPT_TILE_LOAD(5, a1, stride);
+      XOPT_TILE_LOAD(7, b + kTileBytes, 64);
+      prefetch_step(next, call.prefetch_lines);
+    }
+    XOPT_DOT(0, 4, 6);
+    XOPT_DOT(1, 4, 7);
+    XOPT_DOT(2, 5, 6);
+    XOPT_DOT(3, 5, 7);
+    prefetch_step(next, call.prefetch_lines);
+    XOPT_TILE_STORE(0, acc, kRowBytes);
+    XOPT_TILE_STORE(1, acc + 64, kRowBytes);
+    XOPT_TILE_STORE(2, acc + kTileRows * kRowBytes, kRowBytes);
+    XOPT_TILE_STORE(3, acc + kTileRows * kRowBytes + 64, kRowBytes);
+  }
+
+  static void one_row_tile(const BlockCall& call) {
+    constexpr int64_t kRowBytes = kPanelColumns * 4;
+    auto* acc = static_cast<uint8_t*>(call.acc);
+    if (call.accumulate) {
+      XOPT_TILE_LOAD(0, acc, kRowBytes);
+      XOPT_TILE_LOAD(1, acc + 64, kRowBytes);
+    } else {
+      XOPT_TILE_ZERO(0);
+      XOPT_TILE_ZERO(1);
+    }
+    const auto* a = static_cast<const uint8_t*>(call.a);
+    const uint8_t* b = call.b;
+    const uint8_t* next = call.prefetch;
+    for (int64_t t = 0; t < call.k_tiles; ++t, a += 64, b += 2 * kTileBytes) {
+      XOPT_TILE_LOAD(4, a, call.a_stride);
+      XOPT_TILE_LOAD(6, b, 64);
+      XOPT_TILE_LOAD(7, b + kTileBytes, 64);
+      XOPT_DOT(0, 4, 6);
+      XOPT_DOT(1, 4, 7);
+      prefetch_step(next, call.prefetch_lines);
+    }
+    XOPT_TILE_STORE(0, acc, kRowBytes);
+    XOPT_TILE_STORE(1, acc + 64, kRowBytes);
+  }
+#undef XOPT_DOT
+};
+
+}  // namespace xopt::XOPT_ISA
+#endif

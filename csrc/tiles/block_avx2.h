@@ -1,0 +1,138 @@
+// Blocks at level `avx2`: 16 registers hold 6 rows x 16 columns of fp32, so a panel is done in two halves.
+#pragma once
+
+#include "tiles/block.h"
+
+#if XOPT_LEVEL == XOPT_LEVEL_AVX2
+namespace xopt::XOPT_ISA {
+
+// How 8 columns of one k become a vector: `half` is the 8-column half of a tile row, g the k within the group.
+struct WeightF32 {
+  using Round = float;
+  static constexpr int kGroup = 1;
+  static XOPT_INLINE F get(const uint8_t* row, int half, int) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(row + 32 * half));
+  }
+};
+struct WeightBf16 {
+  using Round = Bf16;
+  static constexpr int kGroup = 2;
+  static XOPT_INLINE F get(const uint8_t* row, int half, int g) {
+    const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * half));
+    return _mm256_castsi256_ps(g == 0 ? _mm256_slli_epi32(pair, 16)
+                                      : _mm256_and_si256(pair, _mm256_set1_epi32(static_cast<int>(0xffff0000U))));
+  }
+};
+struct WeightF16 {
+  using Round = F16;
+  static constexpr int kGroup = 2;
+  static XOPT_INLINE F get(const uint8_t* row, int half, int g) {
+    const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * half));
+    const __m256i word = g == 0 ? _mm256_and_si256(pair, _mm256_set1_epi32(0xffff)) : _mm256_srli_epi32(pair, 16);
+    return _mm256_cvtph_ps(pack_words(word));
+  }
+};
+
+template <class Weight>
+struct FmaBlock {
+  using A = float;
+  using Acc = float;
+  using Round = typename Weight::Round;
+  static constexpr bool kIsInt = Acc(0.5) == 0;
+  static constexpr int64_t kRows = 6;
+  static constexpr bool kEvenRows = true;
+  static constexpr int64_t kTileK = kTileRows * Weight::kGroup;
+  static constexpr int64_t kMaxTiles = 384 / kTileK;
+  static constexpr int64_t kStride = 384 + 16;
+  static constexpr int32_t kOffset = 0;
+  struct Scope {};
+
+  template <int R>
+  static void block(const BlockCall& call) {
+    const auto* a = static_cast<const float*>(call.a);
+    for (int half = 0; half < 2; ++half) {
+      float* out = static_cast<float*>(call.acc) + kTileColumns * half;
+      const uint8_t* b = call.b + kTileBytes * half;
+      const uint8_t* next = call.prefetch + half * call.k_tiles * (call.prefetch_lines / 2) * 64;
+      F acc[R][2];
+      for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 8 * v) : set1(0.0F);
+      }
+      for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
+        prefetch_step(next, call.prefetch_lines / 2);
+        const float* ak = a + t * kTileK;
+        for (int j = 0; j < kTileRows; ++j) {
+          for (int g = 0; g < Weight::kGroup; ++g) {
+            const F b0 = Weight::get(b + 64 * j, 0, g), b1 = Weight::get(b + 64 * j, 1, g);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) {
+              const F x = set1(ak[r * kStride + j * Weight::kGroup + g]);
+              acc[r][0] = fma(x, b0, acc[r][0]);
+              acc[r][1] = fma(x, b1, acc[r][1]);
+            }
+          }
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < 2; ++v) store(out + r * kPanelColumns + 8 * v, acc[r][v]);
+      }
+    }
+  }
+  XOPT_RUN_ROWS(6)
+};
+
+// int8 through 16-bit products: vpmaddubsw would saturate. A row of 16 columns needs 4 registers, each of 4 columns x 2
+// partial sums, that are added up at the end.
+template <class Source>
+struct Int8Block {
+  using A = int16_t;
+  using Acc = int32_t;
+  using Round = Source;
+  static constexpr bool kIsInt = Acc(0.5) == 0;
+  static constexpr int64_t kRows = 3;
+  static constexpr bool kEvenRows = true;
+  static constexpr int64_t kTileK = kTileRows * 4;
+  static constexpr int64_t kMaxTiles = 768 / kTileK;
+  static constexpr int64_t kStride = 768 + 32;
+  static constexpr int32_t kOffset = 0;
+  struct Scope {};
+
+  template <int R>
+  static void block(const BlockCall& call) {
+    const auto* a = static_cast<const A*>(call.a);
+    for (int half = 0; half < 2; ++half) {
+      int32_t* out = static_cast<int32_t*>(call.acc) + kTileColumns * half;
+      const uint8_t* b = call.b + kTileBytes * half;
+      __m256i acc[R][4];
+      for (auto& row : acc) {
+        for (auto& v : row) v = _mm256_setzero_si256();
+      }
+      for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
+        for (int j = 0; j < kTileRows; ++j) {
+          for (int v = 0; v < 4; ++v) {
+            const __m256i w =
+                _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + 64 * j + 16 * v)));
+            for (int r = 0; r < R; ++r) {
+              long long group;
+              __builtin_memcpy(&group, a + r * kStride + t * kTileK + 4 * j, 8);
+              acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(_mm256_set1_epi64x(group), w));
+            }
+          }
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < 2; ++v) {
+          const __m256i pairs = _mm256_hadd_epi32(acc[r][2 * v], acc[r][2 * v + 1]);
+          __m256i sum = _mm256_permute4x64_epi64(pairs, 0xd8);
+          auto* to = reinterpret_cast<__m256i*>(out + r * kPanelColumns + 8 * v);
+          if (call.accumulate) sum = _mm256_add_epi32(sum, _mm256_loadu_si256(to));
+          _mm256_storeu_si256(to, sum);
+        }
+      }
+    }
+  }
+  XOPT_RUN_ROWS(3)
+};
+
+}  // namespace xopt::XOPT_ISA
+#endif

@@ -1,0 +1,89 @@
+// Elementary functions and activations on vectors, written once in the vocabulary of vector.h.
+//
+// Absolute errors are under 1e-6 (relative ones under 1e-6 for exp); infinities and NaN come out as in torch.
+#pragma once
+
+#include "kernels/types.h"
+#include "tiles/vector.h"
+
+namespace xopt::XOPT_ISA {
+
+XOPT_INLINE F exp(F x) {
+  constexpr float kOverflow = 88.722839F, kUnderflow = -87.33654F;
+  const F inside = min(set1(kOverflow), max(set1(kUnderflow), x));  // keeps NaN: it is the second operand
+  const F n = round_even(mul(inside, set1(1.44269504F)));
+  F r = fma(n, set1(-0.693359375F), inside);  // ln 2 in two parts, the first exact in few bits
+  r = fma(n, set1(2.12194440e-4F), r);
+  F p = set1(1.3888889e-3F);
+  p = fma(p, r, set1(8.3333333e-3F));
+  p = fma(p, r, set1(4.1666668e-2F));
+  p = fma(p, r, set1(1.6666667e-1F));
+  p = fma(p, r, set1(0.5F));
+  p = fma(p, r, set1(1.0F));
+  p = fma(p, r, set1(1.0F));
+  // 2^n in two steps: n may be 128 just below the overflow, which no normal float holds.
+  const F half = sub(n, set1(1.0F));
+  F y = add(scale_exponent(p, half), scale_exponent(p, half));
+  y = select_less(set1(kOverflow), x, set1(__builtin_inff()), y);
+  return select_less(x, set1(kUnderflow), set1(0.0F), y);
+}
+
+XOPT_INLINE F sigmoid(F x) { return div(set1(1.0F), add(set1(1.0F), exp(sub(set1(0.0F), x)))); }
+
+XOPT_INLINE F tanh(F x) {
+  const F magnitude = abs(x);
+  const F e = exp(mul(magnitude, set1(-2.0F)));
+  const F large = div(sub(set1(1.0F), e), add(set1(1.0F), e));
+  // Below 0.25 the quotient cancels; an odd polynomial keeps the relative error small there.
+  const F s = mul(magnitude, magnitude);
+  F p = set1(-5.3968254e-2F);
+  p = fma(p, s, set1(1.3333333e-1F));
+  p = fma(p, s, set1(-3.3333333e-1F));
+  const F small = fma(mul(p, s), magnitude, magnitude);
+  return copy_sign(select_less(magnitude, set1(0.25F), small, large), x);
+}
+
+// The standard normal distribution minus a half, of |x|: half of erf(|x| / sqrt(2)).
+// erf(z) = 1 - t (a1 + t (a2 + ...)) exp(-z^2), t = 1 / (1 + p z): Abramowitz and Stegun 7.1.26.
+XOPT_INLINE F half_erf_of_magnitude(F magnitude) {
+  const F z = mul(magnitude, set1(0.70710678F));
+  const F t = div(set1(1.0F), fma(z, set1(0.3275911F), set1(1.0F)));
+  F p = set1(1.061405429F);
+  p = fma(p, t, set1(-1.453152027F));
+  p = fma(p, t, set1(1.421413741F));
+  p = fma(p, t, set1(-0.284496736F));
+  p = fma(p, t, set1(0.254829592F));
+  const F e = exp(mul(mul(z, z), set1(-1.0F)));
+  return mul(set1(0.5F), sub(set1(1.0F), mul(mul(p, t), e)));
+}
+
+XOPT_INLINE F gelu_erf(F x) { return mul(x, add(set1(0.5F), copy_sign(half_erf_of_magnitude(abs(x)), x))); }
+
+// x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), the same as 0.5 x (1 + tanh(...)).
+XOPT_INLINE F gelu_tanh(F x) {
+  const F s = mul(x, x);
+  const F inner = mul(x, fma(s, set1(-2.0F * 0.79788456F * 0.044715F), set1(-2.0F * 0.79788456F)));
+  return div(x, add(set1(1.0F), exp(inner)));
+}
+
+XOPT_INLINE F hardsigmoid(F x) {
+  const F y = fma(x, set1(1.0F / 6.0F), set1(0.5F));
+  return min(set1(1.0F), max(set1(0.0F), y));
+}
+
+template <Activation A>
+XOPT_INLINE F activate(F x, F alpha, F beta) {
+  if constexpr (A == Activation::relu) return max(set1(0.0F), x);
+  if constexpr (A == Activation::gelu_erf) return gelu_erf(x);
+  if constexpr (A == Activation::gelu_tanh) return gelu_tanh(x);
+  if constexpr (A == Activation::silu) return div(x, add(set1(1.0F), exp(sub(set1(0.0F), x))));
+  if constexpr (A == Activation::sigmoid) return sigmoid(x);
+  if constexpr (A == Activation::tanh) return tanh(x);
+  if constexpr (A == Activation::hardswish) return mul(x, hardsigmoid(x));
+  if constexpr (A == Activation::hardsigmoid) return hardsigmoid(x);
+  if constexpr (A == Activation::leaky_relu) return select_less(x, set1(0.0F), mul(x, alpha), x);
+  if constexpr (A == Activation::clamp) return min(beta, max(alpha, x));
+  return x;
+}
+
+}  // namespace xopt::XOPT_ISA

@@ -1,0 +1,1 @@
+"""Measurements: `python -m xopt.bench`. A leaf: nothing in the package uses it."""

@@ -1,0 +1,179 @@
+"""Times the GEMM ops on the linear layers of common models, against torch's own, and against the machine's roofs.
+
+All contenders take turns in this process. Weights rotate over enough copies that they do not stay in L2 (twice the
+last-level cache, up to 512 MiB a contender). No contender is timed before its result is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xopt.bench import peers, report
+from xopt.bench.errors import BenchError, UnavailableError, WrongResultError
+from xopt.bench.peers import Contender, Packed
+from xopt.bench.problem import Problem, Weight, check_result, in_bf16, make_problem, make_weight
+from xopt.bench.results import INT8_GAIN_ROWS, Case
+from xopt.bench.roofs import higher_of, measure_roofs
+from xopt.bench.rotation import Caches, Rotation, known_caches, outputs_kept_mapped, plan_rotation
+from xopt.bench.shapes import DTYPES, Shape, all_shapes, parse_dtypes, parse_shapes, quick_shapes
+from xopt.bench.turns import Runner, make_runner, take_turns, timing_of
+
+FULL_SECONDS = 0.2
+QUICK_SECONDS = 0.1
+LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    shapes: Sequence[Shape]
+    dtypes: Sequence[str]
+    threads: int
+    least_rounds: int
+    seconds: float  # a contender and shape
+
+    def cases(self) -> Iterator[tuple[str, tuple[int, int], list[Shape]]]:
+        """dtype, (n, k) and the shapes of that layer."""
+        for dtype in self.dtypes:
+            for layer, of_layer in groupby(self.shapes, key=lambda shape: (shape.n, shape.k)):
+                yield dtype, layer, list(of_layer)
+
+
+class PackedWeights:
+    """Copies of one weight in the contenders' layouts, kept from one number of rows to the next where that is right."""
+
+    def __init__(self, weight: Weight, caches: Caches, threads: int) -> None:
+        self.weight = weight
+        self.rotation: Rotation = plan_rotation(weight.bytes, caches, threads)
+        self._copies: dict[tuple[str, int], list[Packed]] = {}
+
+    def get(self, contender: Contender, m: int, count: int) -> list[Packed]:
+        key = (contender.layout, m if contender.packs_for_rows else 0)
+        for stale in [other for other in self._copies if other[0] == key[0] and other != key]:
+            del self._copies[stale]
+        copies = self._copies.setdefault(key, [])
+        copies.extend(contender.pack(self.weight, m) for _ in range(count - len(copies)))
+        return copies
+
+
+def _prepare(contender: Contender, name: str, problem: Problem, weights: PackedWeights) -> Runner:
+    """A runner whose first and last weight gave the right result."""
+    m = problem.shape.m
+    call = contender.bind(problem)
+    first = weights.get(contender, m, 1)
+    start = time.perf_counter()
+    result = call(first[0])
+    seconds = time.perf_counter() - start
+    check_result(problem, result, contender.epilogue)
+    del result
+    copies = weights.get(contender, m, weights.rotation.copies)
+    if seconds < 1.0:
+        check_result(problem, call(copies[-1]), contender.epilogue)
+    runner = make_runner(name, call, copies)
+    runner.settle(first_seconds=seconds)
+    return runner
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, UnavailableError):
+        return f"not available: {text}"
+    if isinstance(error, WrongResultError):
+        return f"wrong result: {text}"
+    return f"failed: {type(error).__name__}: {text[:300]}"
+
+
+@dataclass
+class Layer:
+    """The weights of one layer, for all numbers of rows."""
+
+    weights: PackedWeights
+    bf16: PackedWeights | None = None  # int8: the same layer of a bf16 model, made when it is first needed
+
+
+def measure_case(shape: Shape, layer: Layer, plan: Plan, contenders: Sequence[Contender], caches: Caches) -> Case:
+    weights = layer.weights
+    problem = make_problem(weights.weight, shape)
+    case = Case(weights.weight.dtype, shape, problem.bytes, weights.rotation)
+    entries: list[tuple[str, Contender, Problem, PackedWeights]] = [
+        (contender.name, contender, problem, weights) for contender in contenders
+    ]
+    ours = next((contender for contender in contenders if contender.name == peers.OURS), None)
+    if ours is not None and case.dtype == "int8" and shape.m >= INT8_GAIN_ROWS:
+        bf16_problem = in_bf16(problem, layer.bf16.weight if layer.bf16 else None)
+        layer.bf16 = layer.bf16 or PackedWeights(bf16_problem.weight, caches, plan.threads)
+        entries.append((peers.OURS_BF16, ours, bf16_problem, layer.bf16))
+    runners = []
+    with outputs_kept_mapped():
+        for name, contender, of_contender, its_weights in entries:
+            try:
+                runners.append(_prepare(contender, name, of_contender, its_weights))
+            except (UnavailableError, WrongResultError, RuntimeError, ValueError, TypeError) as error:
+                case.failures[name] = _reason(error)
+        take_turns(runners, plan.least_rounds, plan.seconds)
+    case.timings.update({runner.name: timing_of(runner) for runner in runners})
+    return case
+
+
+def measure(
+    plan: Plan,
+    contenders_of: Callable[[str], Sequence[Contender]] = peers.contenders,
+    advance: Callable[[str], Any] = lambda description: None,
+) -> list[Case]:
+    """Measures all shapes; `advance` hears of each before it begins."""
+    caches = known_caches()
+    cases = []
+    with torch.inference_mode():
+        for dtype, (n, k), of_layer in plan.cases():
+            layer = Layer(PackedWeights(make_weight(dtype, n, k), caches, plan.threads))
+            for shape in of_layer:
+                advance(f"{dtype} {shape}")
+                cases.append(measure_case(shape, layer, plan, contenders_of(dtype), caches))
+    return cases
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    quick = ", ".join(str(shape) for shape in quick_shapes())
+    parser.add_argument("--quick", action="store_true", help=f"a few shapes, a short while each: {quick}")
+    parser.add_argument("--dtype", default=",".join(DTYPES), help="any of f32,bf16,int8 (default: all)")
+    parser.add_argument("--shapes", help="a list of MxNxK, such as 128x3072x768,1x4096x4096")
+    parser.add_argument("--threads", type=int, help="threads (default: as many as torch uses)")
+    parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS, help="rounds at least (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draws the roofline (needs matplotlib)")
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    if options.threads is not None and options.threads < 1:
+        raise BenchError(f"--threads: got {options.threads}, expected at least 1")
+    if options.rounds < 1:
+        raise BenchError(f"--rounds: got {options.rounds}, expected at least 1")
+    preset = quick_shapes() if options.quick else all_shapes()
+    return Plan(
+        shapes=parse_shapes(options.shapes) if options.shapes else preset,
+        dtypes=parse_dtypes(options.dtype),
+        threads=options.threads or torch.get_num_threads(),
+        least_rounds=options.rounds,
+        seconds=QUICK_SECONDS if options.quick else FULL_SECONDS,
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    plan = make_plan(options)
+    report.check_destinations(options.json, options.plot)
+    torch.set_num_threads(plan.threads)
+    total = len(plan.shapes) * len(plan.dtypes)
+    with report.progress(total + 2) as advance:
+        advance("roofs")
+        roofs = measure_roofs(plan.threads)
+        cases = measure(plan, advance=advance)
+        advance("roofs")
+        roofs = higher_of(roofs, measure_roofs(plan.threads))
+    report.publish(cases, roofs, plan.least_rounds, plan.seconds, options.json, options.plot)

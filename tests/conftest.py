@@ -1,0 +1,50 @@
+"""Options and fixtures of the numeric tests: batches of random cases, or the one case that `--case` repeats."""
+
+from __future__ import annotations
+
+import pytest
+
+BATCHES = 6
+BATCH_SIZE = 100
+FUZZ_BATCHES = 40
+FUZZ_BATCH_SIZE = 500
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--case", action="append", default=[], help="run only this case, a line that a failure printed")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="another sequence of random cases for the fuzz tests")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`case_batch`: a list of cases of the family in the test's module, one batch a test."""
+    if "case_batch" not in metafunc.fixturenames:
+        return
+    family = metafunc.module.FAMILY
+    lines = metafunc.config.getoption("--case")
+    if lines:
+        own = [line for line in lines if line.partition(":")[0] == family.name]
+        metafunc.parametrize("case_batch", [[family.parse(line)] for line in own], ids=own)
+        return
+    batches = [
+        pytest.param(("batch", seed, BATCH_SIZE), id=f"seed{seed}", marks=[pytest.mark.sanitize] if seed == 0 else [])
+        for seed in range(BATCHES)
+    ]
+    base = 1000 + metafunc.config.getoption("--fuzz-seed") * FUZZ_BATCHES
+    batches += [
+        pytest.param(("batch", seed, FUZZ_BATCH_SIZE), id=f"fuzz{seed}", marks=pytest.mark.fuzz)
+        for seed in range(base, base + FUZZ_BATCHES)
+    ]
+    metafunc.parametrize("case_batch", batches, indirect=True)
+
+
+@pytest.fixture
+def case_batch(request: pytest.FixtureRequest) -> list[object]:
+    _, seed, size = request.param
+    return list(request.module.FAMILY.cases(seed, size))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--case"):
+        chosen = [item for item in items if "case_batch" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen

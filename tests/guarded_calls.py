@@ -1,0 +1,143 @@
+"""python -m tests.guarded_calls end|start|outputs: calls whose tensors touch a forbidden page. See test_guard_pages.py.
+
+Prints what it is about to do, so that after a fault the last line tells which call it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from collections.abc import Callable
+
+import torch
+
+from tests.guard_pages import GuardedMemory
+
+Tensor = torch.Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Rows around a tile and the small-row path, columns around a tile and a panel, sums around a tile of each dtype.
+SIZES = [
+    *itertools.product((1, 3, 17), (1, 15, 17, 33), (1, 31, 33, 65)),
+    *((4, 32, 64), (5, 16, 128), (16, 64, 32), (33, 48, 127), (2, 40, 1025), (130, 7, 3), (40, 300, 259)),
+]
+
+Place = Callable[[Tensor], Tensor]
+
+
+def check(what: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        if not torch.equal(one, other):
+            raise AssertionError(f"{what}: the result differs from that on plain memory")
+
+
+class Caller:
+    """Makes each call twice: on plain tensors, and on the same placed at the guard page (or with guarded outputs)."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.calls = 0
+        self.library = ctypes.CDLL(None) if mode == "outputs" else None
+
+    def call(self, what: str, op: Callable[..., object], *tensors: Tensor | None, **options: object) -> tuple[Tensor, ...]:
+        print(what, flush=True)
+        self.calls += 1
+        names = options.pop("named", {})
+        assert isinstance(names, dict)
+
+        def run(place: Place) -> tuple[Tensor, ...]:
+            placed = [place(x) if isinstance(x, Tensor) else x for x in tensors]
+            named = {key: place(x) for key, x in names.items()}
+            result = op(*placed, **named, **options)
+            return (result,) if isinstance(result, Tensor) else tuple(result)  # type: ignore[arg-type]
+
+        plain = run(lambda x: x)
+        if self.library is not None:
+            self.library.guarded_outputs_switch(1)
+            guarded = run(lambda x: x)
+            self.library.guarded_outputs_switch(0)
+            check(what, guarded, plain)
+            return plain
+        memory = GuardedMemory()
+        # Packed weights have to be aligned, and so have no free byte only where their size is a multiple of 64.
+        guarded = run(lambda x: memory.place(x, self.mode == "end", 64 if is_packed(x) else 1))
+        check(what, guarded, plain)
+        memory.close()
+        return plain
+
+
+def is_packed(x: Tensor) -> bool:
+    return x.dtype == torch.uint8 and x.ndim == 1 and bytes(x[:8].tolist()) == b"xoptpack"
+
+
+def float_calls(caller: Caller, m: int, n: int, k: int, packed_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    ops = torch.ops.xopt
+    where = f"{m}x{n}x{k} {dtype} by {packed_dtype}"
+    x, weight, up = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (n, k)))
+    bias, row, other = (torch.randn(shape).to(dtype) for shape in (n, n, (m, n)))
+    (packed,) = caller.call(f"linear_pack {where}", ops.linear_pack, weight, dtype=packed_dtype)
+    (gated,) = caller.call(f"linear_pack_gated {where}", ops.linear_pack_gated, weight, up, dtype=packed_dtype)
+    caller.call(f"linear_unpack {where}", lambda p: ops.linear_unpack(p, n, k, packed_dtype), packed)
+    caller.call(f"linear_unpack_gated {where}", lambda p: ops.linear_unpack_gated(p, n, k, packed_dtype), gated)
+    for out in (*FLOATS, torch.int8):
+        add = {"binary": "add", "named": {"other": other}}
+        by_row = {"binary": "mul", "named": {"other": row}}
+
+        def linear(x: Tensor, packed: Tensor, bias: Tensor, out: torch.dtype = out, **options: object) -> object:
+            return ops.linear(x, packed, n, bias, activation="gelu_tanh", out_dtype=out, **options)
+
+        caller.call(f"linear {where} to {out}, add", linear, x, packed, bias, **add)
+        caller.call(f"linear {where} to {out}, mul by row", linear, x, packed, bias, **by_row)
+    for out in FLOATS:
+
+        def linear_gated(x: Tensor, packed: Tensor, b0: Tensor, b1: Tensor, out: torch.dtype = out) -> object:
+            return ops.linear_gated(x, packed, n, b0, b1, out_dtype=out)
+
+        def linear_norm(
+            x: Tensor, packed: Tensor, bias: Tensor, residual: Tensor, out: torch.dtype = out, **vectors: Tensor
+        ) -> object:
+            return ops.linear_norm(x, packed, n, bias, residual, out_dtype=out, return_sum=True, **vectors)
+
+        caller.call(f"linear_gated {where} to {out}", linear_gated, x, gated, bias, row)
+        vectors = {"norm_weight": row, "norm_bias": bias}
+        caller.call(f"linear_norm {where} to {out}", linear_norm, x, packed, bias, other, named=vectors)
+
+
+def int8_calls(caller: Caller, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    ops = torch.ops.xopt
+    where = f"{m}x{n}x{k} {dtype}"
+    info = torch.iinfo(dtype)
+    x = torch.randint(info.min, info.max + 1, (m, k), dtype=dtype)
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    scale, zero = torch.rand(n), torch.randint(-9, 9, (n,), dtype=torch.int32)
+    row_scale, row_zero = torch.rand(m), torch.randint(-9, 9, (m,), dtype=torch.int32)
+    bias, other = torch.randn(n), torch.randn(m, n).to(torch.bfloat16)
+    (packed,) = caller.call(f"linear_pack_int8 {where}", ops.linear_pack_int8, weight, scale, zero)
+    caller.call(f"linear_unpack_int8 {where}", lambda p: ops.linear_unpack_int8(p, n, k), packed)
+    for out in (torch.float32, torch.uint8):
+
+        def qlinear(
+            x: Tensor, scale: Tensor, zero: Tensor, packed: Tensor, bias: Tensor, other: Tensor, out: torch.dtype = out
+        ) -> object:
+            return ops.qlinear(x, scale, zero, packed, n, bias, binary="add", other=other, out_dtype=out)
+
+        caller.call(f"qlinear {where} to {out}", qlinear, x, row_scale, row_zero, packed, bias, other)
+
+
+def main(mode: str) -> None:
+    import xopt  # noqa: F401  (registers the operators)
+
+    torch.manual_seed(0)
+    caller = Caller(mode)
+    for index, (m, n, k) in enumerate(SIZES):
+        for packed_dtype in FLOATS:
+            float_calls(caller, m, n, k, packed_dtype, packed_dtype)
+        float_calls(caller, m, n, k, torch.bfloat16, FLOATS[index % 2 * 2])
+        for dtype in (torch.uint8, torch.int8):
+            int8_calls(caller, m, n, k, dtype)
+    print(f"calls made: {caller.calls}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,380 @@
+"""The runtime under the kernels: threads, fork, scratch memory and the memory of packed weights."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests import fresh_process
+from tests.test_sanitizer import sanitizer_is_loaded
+from xopt import _C
+from xopt._C import testing
+
+MB = 1 << 20
+PAGE = 2 * MB
+
+not_when_sanitized = pytest.mark.skipif(
+    sanitizer_is_loaded(), reason="NOT RUN: under AddressSanitizer each piece of memory is an allocation of its own"
+)
+
+
+def in_new_thread(work: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- Threads --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_max_threads_follows_torch(threads: int, torch_threads: None) -> None:
+    torch.set_num_threads(threads)
+    assert _C.max_threads() == threads
+
+
+def test_max_threads_follows_torch_in_a_new_python_thread() -> None:
+    """torch itself tells OpenMP only when that thread first runs a parallel op."""
+    program = """
+        import threading, torch, xopt
+        from xopt import _C
+        torch.set_num_threads(3)
+        thread = threading.Thread(target=lambda: print(_C.max_threads()))
+        thread.start()
+        thread.join()
+    """
+    assert fresh_process.output_of(program) == "3"
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("threads", [0, 1, 2, 5, 16])
+def test_a_region_runs_each_thread_once(threads: int) -> None:
+    count = max(threads, 1)
+    assert testing.region_members(threads) == [(thread, count) for thread in range(count)]
+
+
+def test_a_region_in_a_region_is_serial() -> None:
+    assert testing.nested_region(4) == (1, 1)
+
+
+def test_a_region_in_a_region_of_torch_would_be_serial_too() -> None:
+    """After one of ours, max_threads is back at its value."""
+    before = _C.max_threads()
+    testing.nested_region(2)
+    assert _C.max_threads() == before
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("thrower", [0, 1, 3, -1])
+def test_an_exception_of_any_thread_reaches_the_caller(thrower: int) -> None:
+    with pytest.raises(RuntimeError, match="thrown by thread " + (r"\d" if thrower < 0 else str(thrower))):
+        testing.throwing_region(4, thrower)
+    assert len(testing.region_members(4)) == 4
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_barrier(threads: int) -> None:
+    assert testing.barrier_misses(threads, 200) == 0
+
+
+@pytest.mark.sanitize
+def test_regions_of_several_python_threads_at_once() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        misses = list(pool.map(lambda threads: testing.barrier_misses(threads, 100), [2, 3, 1, 2, 3, 2, 1, 2]))
+        assert misses == [0] * 8
+        members = list(pool.map(testing.region_members, [2] * 50))
+    assert all(each == [(0, 2), (1, 2)] for each in members)
+
+
+def test_ops_of_several_python_threads_at_once() -> None:
+    x, weight = torch.randn(64, 256), torch.randn(192, 256)
+    packed = torch.ops.xopt.linear_pack(weight, dtype=torch.float32)
+    expected = torch.ops.xopt.linear(x, packed, 192)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: torch.ops.xopt.linear(x, packed, 192), range(40)))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+# ---- Fork -----------------------------------------------------------------------------------------------------------
+
+# `work` runs in parent and child, which then must agree; the child must not wait for threads that it does not have.
+FORK = """
+    import os, sys, torch, xopt
+    from xopt import _C
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    x, weight = torch.randn(300, 256), torch.randn(512, 256)
+    packed = torch.ops.xopt.linear_pack(weight, dtype=torch.bfloat16)
+
+    def work():
+        return torch.ops.xopt.linear(x, packed, 512)
+
+    {before}
+    child = os.fork()
+    if child == 0:
+        torch.save((work(), _C.max_threads(), _C.testing.region_members(2)), sys.argv[1])
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    result, threads, members = torch.load(sys.argv[1])
+    assert torch.equal(result, work())
+    assert _C.max_threads() == 2
+    print(threads, members)
+"""
+
+
+def fork_after(before: str, tmp_path: object) -> str:
+    program = "import sys; sys.argv.append(" + repr(f"{tmp_path}/result.pt") + ")\n" + _dedented(before)
+    return fresh_process.output_of(program)
+
+
+def _dedented(before: str) -> str:
+    lines = FORK.format(before=before).splitlines()
+    return "\n".join(line.removeprefix("    ") for line in lines)
+
+
+def test_fork_after_an_op(tmp_path: object) -> None:
+    assert fork_after("work()", tmp_path) == "1 [(0, 1)]"
+
+
+def test_fork_after_only_torch_has_used_threads(tmp_path: object) -> None:
+    before = "torch.nn.functional.linear(x.repeat(20, 1), weight).exp()"
+    assert fork_after(f"_ = {before}", tmp_path) == "1 [(0, 1)]"
+
+
+def test_fork_of_a_child(tmp_path: object) -> None:
+    """A grandchild has no workers either, though its parent had but one thread."""
+    before = "work(); middle = os.fork(); middle and os._exit(os.waitstatus_to_exitcode(os.waitpid(middle, 0)[1]))"
+    program = "import sys; sys.argv.append(" + repr(f"{tmp_path}/result.pt") + ")\n" + _dedented(before)
+    done = fresh_process.run("-c", program.replace("assert _C.max_threads() == 2", "assert _C.max_threads() == 1"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1 [(0, 1)]"
+
+
+# ---- Scratch memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena_limit() -> Iterator[Callable[[int], None]]:
+    yield _C.set_arena_limit
+    _C.set_arena_limit(-1)
+
+
+@pytest.mark.sanitize
+def test_scratch_is_aligned_and_no_two_pieces_overlap() -> None:
+    """`scratch_pieces` itself fills the pieces and fails where one was overwritten."""
+    draw = random.Random(5)
+    for _ in range(20):
+        sizes = [draw.choice([0, 1, 63, 64, 65, 4096, 100_000, 3 * MB]) for _ in range(draw.randrange(1, 12))]
+        addresses = testing.scratch_pieces(sizes)
+        assert all(address % 64 == 0 for address in addresses)
+        assert len(set(addresses)) == len(addresses)
+
+
+@not_when_sanitized
+def test_scratch_is_reused() -> None:
+    def work() -> None:
+        first = testing.scratch_pieces([1000, 3 * MB, 10, 5 * MB])
+        held = _C.arena_bytes()
+        for _ in range(10):
+            assert testing.scratch_pieces([1000, 3 * MB, 10, 5 * MB]) == first
+        assert _C.arena_bytes() == held
+
+    in_new_thread(work)
+
+
+@not_when_sanitized
+def test_scratch_that_is_outgrown_is_given_back() -> None:
+    """Growing requests leave one chunk of the largest size behind, not one of each."""
+
+    def work() -> None:
+        before = _C.arena_bytes()
+        for size in range(1, 20):
+            testing.scratch_pieces([size * MB])
+        assert _C.arena_bytes() - before == 20 * MB
+
+    in_new_thread(work)
+
+
+def test_scratch_ends_with_its_thread() -> None:
+    before = _C.arena_bytes()
+    for _ in range(5):
+        thread = threading.Thread(target=testing.scratch_pieces, args=([7 * MB],))
+        thread.start()
+        thread.join()
+    assert _C.arena_bytes() == before
+
+
+@pytest.mark.sanitize
+def test_scratch_can_be_made_to_fail(arena_limit: Callable[[int], None]) -> None:
+    arena_limit(1 * MB)
+    with pytest.raises(MemoryError, match=f"no scratch memory for {MB} bytes"):
+        testing.scratch_pieces([100, MB])
+    testing.scratch_pieces([100, 1000])
+    arena_limit(-1)
+    testing.scratch_pieces([100, MB])
+
+
+@pytest.mark.parametrize("bytes_", [1 << 49, 1 << 62, (1 << 64) - 1])
+@not_when_sanitized
+def test_scratch_of_absurd_size(bytes_: int) -> None:
+    with pytest.raises(MemoryError, match="scratch"):
+        testing.scratch_pieces([10, bytes_])
+    testing.scratch_pieces([10, 20])
+
+
+def test_an_op_without_scratch_raises_and_the_next_call_works(arena_limit: Callable[[int], None]) -> None:
+    x, weight = torch.randn(64, 512), torch.randn(64, 512)
+    packed = torch.ops.xopt.linear_pack(weight, dtype=torch.bfloat16)
+    expected = torch.ops.xopt.linear(x, packed, 64)
+    arena_limit(0)
+    with pytest.raises(Exception, match="scratch"):
+        torch.ops.xopt.linear(x, packed, 64)
+    arena_limit(-1)
+    assert torch.equal(torch.ops.xopt.linear(x, packed, 64), expected)
+
+
+# ---- Memory of packed weights ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_weights_left() -> Iterator[None]:
+    before = _C.weight_bytes()
+    yield
+    assert _C.weight_bytes() == before
+
+
+def fill(address: int, size: int, value: int) -> None:
+    ctypes.memset(address, value, size)
+
+
+def holds(address: int, size: int, value: int) -> bool:
+    return ctypes.string_at(address, size) == bytes([value]) * size
+
+
+@not_when_sanitized
+@pytest.mark.usefixtures("no_weights_left")
+def test_small_weights_share_pages() -> None:
+    before = _C.weight_bytes()
+    weights = [testing.weight_alloc(64 << 10) for _ in range(100)]
+    assert _C.weight_bytes() - before <= 4 * PAGE + PAGE
+    for weight in weights:
+        testing.weight_free(weight)
+
+
+@not_when_sanitized
+@pytest.mark.usefixtures("no_weights_left")
+def test_a_small_weight_does_not_keep_the_memory_of_its_neighbours() -> None:
+    before = _C.weight_bytes()
+    large = testing.weight_alloc(20 * MB)
+    small = testing.weight_alloc(1000)
+    fill(large, 20 * MB, 1)
+    fill(small, 1000, 2)
+    testing.weight_free(large)
+    assert _C.weight_bytes() - before <= PAGE
+    assert holds(small, 1000, 2)
+    testing.weight_free(small)
+
+
+@pytest.mark.sanitize
+@pytest.mark.usefixtures("no_weights_left")
+def test_weights_keep_their_bytes_whatever_is_freed_around_them() -> None:
+    draw = random.Random(3)
+    alive: list[tuple[int, int, int]] = []
+    for step in range(400):
+        if alive and draw.random() < 0.45:
+            address, size, value = alive.pop(draw.randrange(len(alive)))
+            assert holds(address, size, value)
+            testing.weight_free(address)
+            continue
+        size = draw.choice([0, 1, 100, 5000, 300_000, PAGE, PAGE + 1, 3 * MB])
+        address = testing.weight_alloc(size)
+        assert address % 64 == 0
+        fill(address, size, step % 251)
+        alive.append((address, size, step % 251))
+    for address, size, value in alive:
+        assert holds(address, size, value)
+        testing.weight_free(address)
+
+
+@pytest.mark.sanitize
+@pytest.mark.usefixtures("no_weights_left")
+def test_weights_of_several_threads_at_once() -> None:
+    def work(value: int) -> bool:
+        intact = True
+        for _ in range(50):
+            weights = [testing.weight_alloc(10_000) for _ in range(4)]
+            for weight in weights:
+                fill(weight, 10_000, value)
+            intact = intact and all(holds(weight, 10_000, value) for weight in weights)
+            for weight in weights:
+                testing.weight_free(weight)
+        return intact
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+@not_when_sanitized
+def test_weights_ask_for_huge_pages() -> None:
+    """Whether the system grants them is its own affair; the flag `hg` of the mapping tells that it was asked."""
+    weight = testing.weight_alloc(3 * MB)
+    try:
+        assert "hg" in mapping_flags(weight)
+    finally:
+        testing.weight_free(weight)
+
+
+def mapping_flags(address: int) -> list[str]:
+    inside = False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+            if bounds:
+                inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+            elif inside and line.startswith("VmFlags:"):
+                return line.split()[1:]
+    return []
+
+
+@not_when_sanitized
+def test_what_is_no_weight_cannot_be_freed() -> None:
+    weight = testing.weight_alloc(1000)
+    for address in (weight + 64, 64, id(weight)):
+        with pytest.raises(ValueError, match="weight_free"):
+            testing.weight_free(address)
+    testing.weight_free(weight)
+    with pytest.raises(ValueError, match="weight_free"):
+        testing.weight_free(weight)
+    testing.weight_free(0)
+
+
+@not_when_sanitized
+@pytest.mark.parametrize("bytes_", [1 << 49, 1 << 62, (1 << 64) - 1])
+def test_weight_of_absurd_size(bytes_: int) -> None:
+    with pytest.raises(MemoryError):
+        testing.weight_alloc(bytes_)
+
+
+def test_a_packed_weight_is_freed_with_its_tensor() -> None:
+    before = _C.weight_bytes()
+    packed = torch.ops.xopt.linear_pack(torch.randn(1024, 1024), dtype=torch.float32)
+    part = packed[10:20]
+    assert _C.weight_bytes() >= before + 4 * MB
+    del packed
+    assert _C.weight_bytes() >= before + 4 * MB
+    del part
+    assert _C.weight_bytes() == before
