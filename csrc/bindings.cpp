@@ -24,7 +24,7 @@ namespace {
 
 struct Feature {
   const char* name;
-  bool CpuFeatures::*flag;
+  bool CpuFeatures::* flag;
 };
 
 constexpr Feature kFeatures[] = {
@@ -105,8 +105,9 @@ void bind_cpu(py::module_& m) {
   m.def("isa_levels", &isa_names, "All levels, lowest first.");
   m.def("detected_isa", [] { return isa_name(detected_isa()); }, "The highest level that this process may use.");
   m.def("active_isa", [] { return isa_name(active_isa()); }, "The level that kernels are chosen by.");
-  m.def("cap_isa", [](const std::string& name) { cap_isa(isa_of_name(name)); }, py::arg("level"),
-        "Caps the level, in place of an earlier cap.");
+  m.def(
+      "cap_isa", [](const std::string& name) { cap_isa(isa_of_name(name)); }, py::arg("level"),
+      "Caps the level, in place of an earlier cap.");
   m.def("cpu_brand", [] { return std::string(cpu_features().brand); });
   m.def("cpu_features", [] { return features_of(cpu_features()); });
   m.def(
@@ -224,8 +225,7 @@ void bind_testing(py::module_ m) {
   m.def("scratch_pieces", &scratch_pieces, py::arg("sizes"), unlocked);
   m.def(
       "weight_alloc", [](size_t bytes) { return reinterpret_cast<uintptr_t>(weight_alloc(bytes)); }, py::arg("bytes"));
-  m.def(
-      "weight_free", [](uintptr_t address) { weight_free(reinterpret_cast<void*>(address)); }, py::arg("address"));
+  m.def("weight_free", [](uintptr_t address) { weight_free(reinterpret_cast<void*>(address)); }, py::arg("address"));
 }
 
 }  // namespace

@@ -37,6 +37,9 @@ ROOFS = Roofs(
 )
 
 
+QUIET = report.Setting(load_before=0.0, least_rounds=3, seconds=0.1)
+
+
 def timing(*samples: float) -> Timing:
     return Timing(min(samples), sorted(samples)[len(samples) // 2], samples, calls=1)
 
@@ -256,7 +259,14 @@ def test_a_broken_contender_gets_no_time() -> None:
     assert case.failures["wrong"].startswith("wrong result: 4x32x32: off by")
     assert case.failures["missing"] == "not available: no such op"
     assert case.failures["failing"] == "failed: RuntimeError: could not create a primitive"
-    assert any("missing not available: no such op" in line for line in report.notes([case]))
+    assert any("missing not available: no such op" in line for line in report.notes([case], QUIET))
+
+
+def test_a_busy_machine_is_said() -> None:
+    case = made_up_case("bf16", "1x1000x1000", ours=1.0)
+    busy = dataclasses.replace(QUIET, load_before=1000.0)
+    assert "busy" in report.notes([case], busy)[0]
+    assert not any("busy" in line for line in report.notes([case], QUIET))
 
 
 def test_memory_setting_is_a_scope() -> None:

@@ -48,7 +48,8 @@ def test_level_of_features(level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lacking", "level"), [(feature, LEVELS[LEVELS.index(step) - 1]) for step in STEPS for feature in sorted(STEPS[step])]
+    ("lacking", "level"),
+    [(feature, LEVELS[LEVELS.index(step) - 1]) for step in STEPS for feature in sorted(STEPS[step])],
 )
 def test_a_lacking_feature_takes_away_its_level_and_all_above(lacking: str, level: str) -> None:
     assert level_of(features_up_to("amx") - {lacking}) == level
@@ -71,7 +72,9 @@ def test_features_agree_with_the_kernel() -> None:
     if not lines:
         pytest.skip("NOT RUN: /proc/cpuinfo tells no flags")
     flags = set(lines[0].partition(":")[2].split())
-    features = {name: present for name, present in _C.cpu_features().items() if name not in ("emulated", "amx_permitted")}
+    features = {
+        name: present for name, present in _C.cpu_features().items() if name not in ("emulated", "amx_permitted")
+    }
     del features["amx_fp16"]  # older systems do not list it
     assert features == {name: name in flags for name in features}
 
@@ -143,7 +146,13 @@ def test_the_command_prints_tables(level: str | None) -> None:
     done = fresh_process.run("-m", "xopt", COLUMNS="200", **({"XOPT_MAX_ISA": level} if level else {}))
     assert done.returncode == 0, done.stderr
     found = xopt.capabilities()
-    for text in (found.cpu, torch.__version__, found.allocator, "not installed", f"chosen at {level or found.levels[-1]}"):
+    for text in (
+        found.cpu,
+        torch.__version__,
+        found.allocator,
+        "not installed",
+        f"chosen at {level or found.levels[-1]}",
+    ):
         assert text in done.stdout
     for name in {kernel.name for kernel in xopt.kernels()}:
         assert name in done.stdout

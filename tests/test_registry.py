@@ -41,7 +41,9 @@ def skip_missing(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_gemm_of_each_level(level: str) -> None:
     skip_missing(level)
-    chosen = {kernel["dtype"]: kernel["isa"] for kernel in kernels_at(level) if kernel["name"] == "gemm" and kernel["chosen"]}
+    chosen = {
+        kernel["dtype"]: kernel["isa"] for kernel in kernels_at(level) if kernel["name"] == "gemm" and kernel["chosen"]
+    }
     assert chosen == {dtype: isa[LEVELS.index(level)] for dtype, isa in GEMM.items()}
 
 
@@ -60,7 +62,10 @@ def test_each_kernel_takes_its_highest_level_up_to_the_cap(level: str) -> None:
 
 def test_every_level_of_the_gemm_is_built() -> None:
     """Also those that this machine cannot run."""
-    built = {dtype: {kernel.isa for kernel in xopt.kernels() if (kernel.name, kernel.dtype) == ("gemm", dtype)} for dtype in GEMM}
+    built = {
+        dtype: {kernel.isa for kernel in xopt.kernels() if (kernel.name, kernel.dtype) == ("gemm", dtype)}
+        for dtype in GEMM
+    }
     assert built == {dtype: set(isa) for dtype, isa in GEMM.items()}
 
 
@@ -76,7 +81,9 @@ def test_no_kernel_is_registered_twice() -> None:
 
 
 def test_a_missing_kernel_is_named_with_what_there_is() -> None:
-    with pytest.raises(RuntimeError, match=r"no kernel 'gemm' of dtype 'f64' at level .*'gemm' for bf16 \(.*scalar.*f32"):
+    with pytest.raises(
+        RuntimeError, match=r"no kernel 'gemm' of dtype 'f64' at level .*'gemm' for bf16 \(.*scalar.*f32"
+    ):
         _C.find_kernel("gemm", "f64")
     with pytest.raises(RuntimeError, match=r"no kernel 'fft' of dtype 'f32' at level .*the kernels .*\bgemm\b"):
         _C.find_kernel("fft", "f32")

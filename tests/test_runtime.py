@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import re
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,11 +22,6 @@ PAGE = 2 * MB
 not_when_sanitized = pytest.mark.skipif(
     sanitizer_is_loaded(), reason="NOT RUN: under AddressSanitizer each piece of memory is an allocation of its own"
 )
-
-
-def in_new_thread(work: Callable[[], object]) -> object:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
 
 
 @pytest.fixture
@@ -70,8 +64,7 @@ def test_a_region_in_a_region_is_serial() -> None:
     assert testing.nested_region(4) == (1, 1)
 
 
-def test_a_region_in_a_region_of_torch_would_be_serial_too() -> None:
-    """After one of ours, max_threads is back at its value."""
+def test_after_a_region_max_threads_is_back_at_its_value() -> None:
     before = _C.max_threads()
     testing.nested_region(2)
     assert _C.max_threads() == before
@@ -111,39 +104,38 @@ def test_ops_of_several_python_threads_at_once() -> None:
 
 # ---- Fork -----------------------------------------------------------------------------------------------------------
 
-# `work` runs in parent and child, which then must agree; the child must not wait for threads that it does not have.
+# What the child gets has to be what the parent got, and it must not wait for threads that it does not have. It leaves
+# comparing to the parent: torch's own ops do wait for them.
 FORK = """
-    import os, sys, torch, xopt
-    from xopt import _C
-    torch.manual_seed(0)
-    torch.set_num_threads(2)
-    x, weight = torch.randn(300, 256), torch.randn(512, 256)
-    packed = torch.ops.xopt.linear_pack(weight, dtype=torch.bfloat16)
+import os, sys, torch, xopt
+from xopt import _C
+torch.manual_seed(0)
+torch.set_num_threads(2)
+x, weight = torch.randn(300, 256), torch.randn(512, 256)
+packed = torch.ops.xopt.linear_pack(weight, dtype=torch.bfloat16)
 
-    def work():
-        return torch.ops.xopt.linear(x, packed, 512)
+def work():
+    return torch.ops.xopt.linear(x, packed, 512)
 
-    {before}
-    child = os.fork()
-    if child == 0:
-        torch.save((work(), _C.max_threads(), _C.testing.region_members(2)), sys.argv[1])
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    result, threads, members = torch.load(sys.argv[1])
-    assert torch.equal(result, work())
-    assert _C.max_threads() == 2
-    print(threads, members)
+{before}
+child = os.fork()
+if child == 0:
+    {in_child}
+    torch.save((work(), _C.max_threads(), _C.testing.region_members(2)), sys.argv[1])
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+result, threads, members = torch.load(sys.argv[1])
+assert torch.equal(result, work())
+assert _C.max_threads() == 2
+print(threads, members)
 """
 
 
-def fork_after(before: str, tmp_path: object) -> str:
-    program = "import sys; sys.argv.append(" + repr(f"{tmp_path}/result.pt") + ")\n" + _dedented(before)
-    return fresh_process.output_of(program)
-
-
-def _dedented(before: str) -> str:
-    lines = FORK.format(before=before).splitlines()
-    return "\n".join(line.removeprefix("    ") for line in lines)
+def fork_after(before: str, tmp_path: object, in_child: str = "") -> str:
+    program = FORK.format(before=before, in_child=in_child or "pass")
+    done = fresh_process.run("-c", program, f"{tmp_path}/result.pt")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def test_fork_after_an_op(tmp_path: object) -> None:
@@ -151,17 +143,13 @@ def test_fork_after_an_op(tmp_path: object) -> None:
 
 
 def test_fork_after_only_torch_has_used_threads(tmp_path: object) -> None:
-    before = "torch.nn.functional.linear(x.repeat(20, 1), weight).exp()"
-    assert fork_after(f"_ = {before}", tmp_path) == "1 [(0, 1)]"
+    assert fork_after("torch.nn.functional.linear(x.repeat(20, 1), weight).exp()", tmp_path) == "1 [(0, 1)]"
 
 
 def test_fork_of_a_child(tmp_path: object) -> None:
-    """A grandchild has no workers either, though its parent had but one thread."""
-    before = "work(); middle = os.fork(); middle and os._exit(os.waitstatus_to_exitcode(os.waitpid(middle, 0)[1]))"
-    program = "import sys; sys.argv.append(" + repr(f"{tmp_path}/result.pt") + ")\n" + _dedented(before)
-    done = fresh_process.run("-c", program.replace("assert _C.max_threads() == 2", "assert _C.max_threads() == 1"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "1 [(0, 1)]"
+    """A grandchild has no worker threads either."""
+    middle = "grandchild = os.fork(); grandchild and os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))"
+    assert fork_after("work()", tmp_path, in_child=middle) == "1 [(0, 1)]"
 
 
 # ---- Scratch memory -------------------------------------------------------------------------------------------------
@@ -186,36 +174,47 @@ def test_scratch_is_aligned_and_no_two_pieces_overlap() -> None:
 
 @not_when_sanitized
 def test_scratch_is_reused() -> None:
-    def work() -> None:
-        first = testing.scratch_pieces([1000, 3 * MB, 10, 5 * MB])
-        held = _C.arena_bytes()
-        for _ in range(10):
-            assert testing.scratch_pieces([1000, 3 * MB, 10, 5 * MB]) == first
-        assert _C.arena_bytes() == held
-
-    in_new_thread(work)
+    program = """
+        import xopt
+        from xopt import _C
+        sizes = [1000, 3 << 20, 10, 5 << 20]
+        first, held = _C.testing.scratch_pieces(sizes), _C.arena_bytes()
+        again = [_C.testing.scratch_pieces(sizes) for _ in range(10)]
+        print(held >> 20, _C.arena_bytes() == held, again == [first] * 10)
+    """
+    # 2 MB for the first piece, 4 for the next two, 6 for the last.
+    assert fresh_process.output_of(program) == "12 True True"
 
 
 @not_when_sanitized
 def test_scratch_that_is_outgrown_is_given_back() -> None:
     """Growing requests leave one chunk of the largest size behind, not one of each."""
-
-    def work() -> None:
-        before = _C.arena_bytes()
+    program = """
+        import xopt
+        from xopt import _C
         for size in range(1, 20):
-            testing.scratch_pieces([size * MB])
-        assert _C.arena_bytes() - before == 20 * MB
-
-    in_new_thread(work)
+            _C.testing.scratch_pieces([size << 20])
+        print(_C.arena_bytes() >> 20)
+    """
+    assert fresh_process.output_of(program) == "20"
 
 
 def test_scratch_ends_with_its_thread() -> None:
-    before = _C.arena_bytes()
-    for _ in range(5):
-        thread = threading.Thread(target=testing.scratch_pieces, args=([7 * MB],))
-        thread.start()
-        thread.join()
-    assert _C.arena_bytes() == before
+    """join() returns a little before the system's thread, and with it the arena, is gone."""
+    program = """
+        import pathlib, threading, xopt
+        from xopt import _C
+        before = _C.arena_bytes()
+        for _ in range(5):
+            thread = threading.Thread(target=_C.testing.scratch_pieces, args=([7 << 20],))
+            thread.start()
+            task = pathlib.Path(f"/proc/self/task/{thread.native_id}")
+            thread.join()
+            while task.exists():
+                pass
+        print(_C.arena_bytes() - before)
+    """
+    assert fresh_process.output_of(program) == "0"
 
 
 @pytest.mark.sanitize

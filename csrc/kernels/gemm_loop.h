@@ -29,6 +29,12 @@ XOPT_INLINE GemmRange share(int64_t total, int64_t parts, int64_t part) {
   return {total * part / parts, total * (part + 1) / parts};
 }
 
+inline KernelFn counted_kernel(const char* name, const char* dtype) {
+  KernelRecord* record = find_kernel(name, dtype);
+  record->calls.fetch_add(1, std::memory_order_relaxed);
+  return record->fn;
+}
+
 template <class Block>
 class GemmLoop {
   using A = typename Block::A;
@@ -36,7 +42,7 @@ class GemmLoop {
   static constexpr int64_t kBlockBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(A));
   static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
   static constexpr int64_t kChunkPanels = 8;
-  static constexpr int64_t kChunkRows = sizeof(A) == 4 ? 224 : 512;
+  static constexpr int64_t kChunkRows = sizeof(A) == 4 ? 224 : 256;
 
  public:
   explicit GemmLoop(const GemmCall& call) : call_(call), view_(call.a, call.weight.k) {
@@ -51,9 +57,9 @@ class GemmLoop {
     chunk_row_blocks_ = maximum<int64_t>(1, kChunkRows / Block::kRows);
     norm_ = call.epilogue.norm != Norm::none;
     choose_grid();
-    SelectEpilogueFn* select =
-        reinterpret_cast<SelectEpilogueFn*>(find_kernel("epilogue", Block::kIsInt ? "s32" : "f32")->fn);
-    select(call, &epilogue_);
+    auto* select = reinterpret_cast<SelectEpilogueFn*>(counted_kernel("epilogue", Block::kIsInt ? "s32" : "f32"));
+    // Ahead of a norm, the epilogue writes fp32 into scratch, whatever the output is.
+    select(norm_ ? norm_input_call(nullptr) : call, &epilogue_);
   }
 
   void run() {
@@ -93,7 +99,7 @@ class GemmLoop {
   void run_norm_by_rows() {
     const int64_t n = call_.weight.n;
     const int64_t group = maximum<int64_t>(1, 131072 / maximum<int64_t>(1, n * block_rows_ * 4)) * block_rows_;
-    auto* norm = reinterpret_cast<RowNormFn*>(find_kernel("row_norm", "f32")->fn);
+    auto* norm = reinterpret_cast<RowNormFn*>(counted_kernel("row_norm", "f32"));
     parallel(static_cast<int>(minimum<int64_t>(max_threads_, row_blocks_)), [&](int thread, int threads) {
       const GemmRange blocks = share(row_blocks_, threads, thread);
       const int64_t group_blocks = group / block_rows_;
@@ -109,7 +115,7 @@ class GemmLoop {
 
   // Few rows: all threads share them, so the norm waits for the last of them.
   void run_norm_in_two_steps() {
-    auto* norm = reinterpret_cast<RowNormFn*>(find_kernel("row_norm", "f32")->fn);
+    auto* norm = reinterpret_cast<RowNormFn*>(counted_kernel("row_norm", "f32"));
     const Scratch scratch(static_cast<size_t>(call_.m * call_.weight.n * 4));
     const GemmCall inner = norm_input_call(scratch.as<float>());
     parallel(grid_rows_ * grid_panels_, [&](int thread, int) {
@@ -221,7 +227,7 @@ class GemmLoop {
     block.k_tiles = minimum(k_block_tiles_, w.k_tiles - kb * k_block_tiles_);
     block.acc = chunk.acc + acc_index * kAccBytes;
     block.accumulate = kb > 0;
-    set_prefetch(block, panels, last_panel, kb, panel, row_index, row_count);
+    add_prefetches(block, chunk, panels, last_panel, kb, rb, panel);
     Block::run(rows_of(rb), block);
     if (kb + 1 < k_blocks_) return;
 
@@ -238,25 +244,62 @@ class GemmLoop {
     epilogue_(call, done, 0, rows_of(rb));
   }
 
-  // The slice after this one: of the same panels at the next k, or of the next chunk's at the first. Each row block
+  void add_prefetches(BlockCall& block, const Chunk& chunk, GemmRange panels, int64_t last_panel, int64_t kb,
+                      int64_t rb, int64_t panel) const {
+    block.prefetch_count = 0;
+    if (block.k_tiles == 0) return;
+    prefetch_weights(block, chunk, panels, last_panel, kb, rb, panel);
+    if (!chunk.copied) prefetch_a(block, chunk, panels, kb, rb, panel);
+    if (kb + 1 == k_blocks_) prefetch_output(block, *chunk.call, rb, panel, chunk.out_row_offset);
+  }
+
+  // The slice after this one: of the same panel at the next k, or of the next chunk's at the first. Each row block
   // fetches its share of it.
-  void set_prefetch(BlockCall& block, GemmRange panels, int64_t last_panel, int64_t kb, int64_t panel,
-                    int64_t row_index, int64_t row_count) const {
+  void prefetch_weights(BlockCall& block, const Chunk& chunk, GemmRange panels, int64_t last_panel, int64_t kb,
+                        int64_t rb, int64_t panel) const {
     const PackedWeight& w = call_.weight;
     const int64_t slice = k_block_tiles_ * 2 * kTileBytes;
     const bool same_panel = kb + 1 < k_blocks_;
-    int64_t next_panel = same_panel ? panel : panel + (panels.end - panels.begin);
-    block.prefetch_lines = 0;
-    block.prefetch = block.b;
+    const int64_t next_panel = same_panel ? panel : panel + (panels.end - panels.begin);
     if (next_panel >= last_panel) return;
-    const int64_t lines_per_tile = 2 * kTileBytes / 64;
-    block.prefetch_lines = (lines_per_tile + row_count - 1) / row_count;
-    const int64_t offset = row_index * block.prefetch_lines * 64 * k_block_tiles_;
-    if (offset >= slice) {
-      block.prefetch_lines = 0;
-      return;
+    const int64_t row_count = chunk.rows.end - chunk.rows.begin;
+    const int64_t lines = (2 * kTileBytes / 64 + row_count - 1) / row_count;  // for each k step
+    const int64_t offset = (rb - chunk.rows.begin) * lines * 64 * k_block_tiles_;
+    if (offset >= slice) return;
+    const uint8_t* from = w.panel_data + next_panel * w.panel_bytes + (same_panel ? (kb + 1) * slice : 0) + offset;
+    block.prefetches[block.prefetch_count++] = {from, lines * 64, 64, lines, false};
+  }
+
+  // The rows that will be copied next, a share of them for each panel; a k step of them is a cache line or two.
+  void prefetch_a(BlockCall& block, const Chunk& chunk, GemmRange panels, int64_t kb, int64_t rb,
+                  int64_t panel) const {
+    int64_t next_rb = rb + 1, next_kb = kb;
+    if (next_rb == chunk.rows.end) {
+      next_rb = chunk.rows.begin;
+      if (++next_kb == k_blocks_) return;
     }
-    block.prefetch = w.panel_data + next_panel * w.panel_bytes + (same_panel ? (kb + 1) * slice : 0) + offset;
+    const GemmRange rows = share(rows_of(next_rb), panels.end - panels.begin, panel - panels.begin);
+    if (rows.begin == rows.end) return;
+    const int64_t step = Block::kTileK * dtype_size(call_.a.dtype);
+    const Run run = view_.run(next_rb * block_rows_ + rows.begin, next_kb * k_block_tiles_ * Block::kTileK);
+    block.prefetches[block.prefetch_count++] = {run.data, step, call_.a.row_stride * dtype_size(call_.a.dtype),
+                                                rows.end - rows.begin, false};
+  }
+
+  // The lines that the epilogue will write right after this block, and those of `other` that it will read.
+  void prefetch_output(BlockCall& block, const GemmCall& call, int64_t rb, int64_t panel, int64_t row_offset) const {
+    const Epilogue& e = call.epilogue;
+    const int64_t column = panel * (call.weight.gated ? kTileColumns : kPanelColumns);
+    const int64_t rows = (rows_of(rb) + block.k_tiles - 1) / block.k_tiles;  // for each k step
+    auto add = [&](const void* data, DType dtype, int64_t row, int64_t stride, bool for_writing) {
+      const int64_t bytes = stride * dtype_size(dtype);
+      const auto* first = static_cast<const uint8_t*>(data) + row * bytes + column * dtype_size(dtype);
+      block.prefetches[block.prefetch_count++] = {first, rows * bytes, bytes, rows, for_writing};
+    };
+    add(e.out, e.out_dtype, rb * block_rows_ - row_offset, e.out_row_stride, true);
+    if (e.binary != Binary::none && e.other_row_stride != 0) {
+      add(e.other, e.other_dtype, rb * block_rows_, e.other_row_stride, false);
+    }
   }
 
   const GemmCall& call_;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/convert.h"
 #include "runtime/parallel.h"
@@ -18,9 +19,9 @@ namespace {
 
 constexpr char kMagic[8] = {'x', 'o', 'p', 't', 'p', 'a', 'c', 'k'};
 constexpr uint16_t kVersion = 1;
-constexpr int64_t kRunBytes = 64;                    // of one output column within a tile
+constexpr int64_t kRunBytes = 64;                      // of one output column within a tile
 constexpr int64_t kColumnBytes = 3 * sizeof(int32_t);  // int8: scale, column sum and zero point of a column
-constexpr int64_t kBytesPerThread = 256 * 1024;      // less is not worth a thread
+constexpr int64_t kBytesPerThread = 256 * 1024;        // less is not worth a thread
 
 // ---- Header ---------------------------------------------------------------------------------------------------------
 
@@ -35,7 +36,7 @@ bool is_weight_dtype(DType dtype) {
   return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16 || dtype == DType::s8;
 }
 
-// ---- Blocks: 16 runs of 64 bytes --------------------------------------------------------------------------------------
+// ---- Blocks: 16 runs of 64 bytes -----------------------------------------------------------------------------------
 
 struct alignas(64) Block {
   uint32_t runs[kTileColumns][kTileRows];  // [output column][4-byte unit along k]
@@ -61,63 +62,85 @@ void transpose(const uint32_t* from, uint32_t* to) {
   }
 }
 
-// Storage of a dtype's value, and its fp32 bits.
+// Storage of a dtype's value, and the way to and from its fp32 bits.
 struct F32 {
   using Bits = uint32_t;
-  static uint32_t to_f32(Bits bits) { return bits; }
-  static Bits from_f32(uint32_t bits) { return bits; }
+  static uint32_t to_f32(uint32_t bits) { return bits; }
+  static uint32_t from_f32(uint32_t bits) { return bits; }
 };
 struct Bf16 {
   using Bits = uint16_t;
-  static uint32_t to_f32(Bits bits) { return f32_bits_from_bf16(bits); }
-  static Bits from_f32(uint32_t bits) { return bf16_from_f32_bits(bits); }
+  static uint32_t to_f32(uint32_t bits) { return f32_bits_from_bf16(bits); }
+  static uint32_t from_f32(uint32_t bits) { return bf16_from_f32_bits(bits); }
 };
 struct F16 {
   using Bits = uint16_t;
-  static uint32_t to_f32(Bits bits) { return f32_bits_from_f16(bits); }
-  static Bits from_f32(uint32_t bits) { return f16_from_f32_bits(bits); }
+  static uint32_t to_f32(uint32_t bits) { return f32_bits_from_f16(bits); }
+  static uint32_t from_f32(uint32_t bits) { return f16_from_f32_bits(bits); }
 };
 struct S8 {
   using Bits = uint8_t;
+  static uint32_t to_f32(uint32_t bits) { return bits; }
+  static uint32_t from_f32(uint32_t bits) { return bits; }
 };
 
-template <class From, class To>
-typename To::Bits convert(typename From::Bits bits) {
-  if constexpr (std::is_same_v<From, To>) {
-    return bits;
-  } else {
-    return To::from_f32(From::to_f32(bits));
+// SSE2 packs with signed saturation only, which keeps 16 bits that were sign-extended before.
+void narrow_run(const uint32_t* from, uint16_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += 8) {
+    const auto load = [&](int64_t at) {
+      const __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
+      return _mm_srai_epi32(_mm_slli_epi32(value, 16), 16);
+    };
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_packs_epi32(load(i), load(i + 4)));
   }
 }
 
-// Fills `block` with columns [n, n + columns) and k values [k, k + count) of the source, padded with zeros.
+// A whole run of contiguous values.
+template <class From, class To>
+void convert_run(const typename From::Bits* from, typename To::Bits* to) {
+  constexpr int64_t kRun = kRunBytes / sizeof(typename To::Bits);
+  if constexpr (std::is_same_v<From, To>) {
+    std::memcpy(to, from, kRunBytes);
+  } else if constexpr (sizeof(typename To::Bits) == sizeof(uint16_t)) {
+    uint32_t wide[kRun];
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < kRun; ++i) wide[i] = To::from_f32(From::to_f32(from[i]));
+    narrow_run(wide, to, kRun);
+  } else {
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < kRun; ++i) to[i] = To::from_f32(From::to_f32(from[i]));
+  }
+}
+
+// Fills `block` with columns [n, n + columns) and k values [k, k + count) of the source, padded with zeros. What is
+// strided or short is staged as whole contiguous runs first.
 template <class From, class To>
 void load_block(const MatrixView& source, int64_t n, int64_t columns, int64_t k, int64_t count, Block* block) {
   constexpr int64_t kRun = kRunBytes / sizeof(typename To::Bits);
-  using FromBits = typename From::Bits;
-  using ToBits = typename To::Bits;
-  const auto* data = static_cast<const FromBits*>(source.data) + n * source.row_stride + k * source.column_stride;
-  auto* runs = reinterpret_cast<ToBits*>(block->runs);
-  if (columns < kTileColumns || count < kRun) std::memset(block, 0, sizeof(Block));
+  using Bits = typename From::Bits;
+  const int64_t along_n = source.row_stride, along_k = source.column_stride;
+  const Bits* data = static_cast<const Bits*>(source.data) + n * along_n + k * along_k;
+  auto* runs = reinterpret_cast<typename To::Bits*>(block->runs);
+  if (columns < kTileColumns) std::memset(block, 0, sizeof(Block));
 
-  if (source.column_stride == 1 && count == kRun) {
+  if (along_k == 1 && count == kRun) {
     for (int64_t column = 0; column < columns; ++column) {
-      const FromBits* from = data + column * source.row_stride;
-      ToBits* to = runs + column * kRun;
-      for (int64_t i = 0; i < kRun; ++i) to[i] = convert<From, To>(from[i]);
+      convert_run<From, To>(data + column * along_n, runs + column * kRun);
     }
-  } else if (source.row_stride == 1) {
+    return;
+  }
+  Bits staged[kTileColumns][kRun];
+  if (count < kRun) std::memset(staged, 0, sizeof(staged));
+  if (along_n == 1) {
     for (int64_t i = 0; i < count; ++i) {
-      const FromBits* from = data + i * source.column_stride;
-      for (int64_t column = 0; column < columns; ++column) runs[column * kRun + i] = convert<From, To>(from[column]);
+      for (int64_t column = 0; column < columns; ++column) staged[column][i] = data[column + i * along_k];
     }
   } else {
     for (int64_t column = 0; column < columns; ++column) {
-      const FromBits* from = data + column * source.row_stride;
-      ToBits* to = runs + column * kRun;
-      for (int64_t i = 0; i < count; ++i) to[i] = convert<From, To>(from[i * source.column_stride]);
+      for (int64_t i = 0; i < count; ++i) staged[column][i] = data[column * along_n + i * along_k];
     }
   }
+  for (int64_t column = 0; column < columns; ++column) convert_run<From, To>(staged[column], runs + column * kRun);
 }
 
 using LoadBlock = void (*)(const MatrixView&, int64_t n, int64_t columns, int64_t k, int64_t count, Block*);
@@ -125,22 +148,29 @@ using LoadBlock = void (*)(const MatrixView&, int64_t n, int64_t columns, int64_
 template <class To>
 LoadBlock load_block_from(DType from) {
   switch (from) {
-    case DType::f32: return load_block<F32, To>;
-    case DType::bf16: return load_block<Bf16, To>;
-    default: return load_block<F16, To>;
+    case DType::f32:
+      return load_block<F32, To>;
+    case DType::bf16:
+      return load_block<Bf16, To>;
+    default:
+      return load_block<F16, To>;
   }
 }
 
 LoadBlock choose_load_block(DType from, DType to) {
   switch (to) {
-    case DType::f32: return load_block_from<F32>(from);
-    case DType::bf16: return load_block_from<Bf16>(from);
-    case DType::f16: return load_block_from<F16>(from);
-    default: return load_block<S8, S8>;
+    case DType::f32:
+      return load_block_from<F32>(from);
+    case DType::bf16:
+      return load_block_from<Bf16>(from);
+    case DType::f16:
+      return load_block_from<F16>(from);
+    default:
+      return load_block<S8, S8>;
   }
 }
 
-// ---- Columns of a panel -----------------------------------------------------------------------------------------------
+// ---- Columns of a panel --------------------------------------------------------------------------------------------
 
 // Where the 16 columns of a tile (half of a panel) come from: which of the two weights, and which of its columns.
 struct TileColumns {
@@ -191,7 +221,7 @@ void for_each_panel(const Parts& parts, const Body& body) {
   });
 }
 
-// ---- int8: what is kept for each column ---------------------------------------------------------------------------------
+// ---- int8: what is kept for each column ----------------------------------------------------------------------------
 
 void add_column_sums(const Block& block, int32_t* sums) {
   const auto* values = reinterpret_cast<const int8_t*>(block.runs);

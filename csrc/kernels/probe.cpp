@@ -87,7 +87,8 @@ struct Fp32MultiplyAdd {
   using Register = __m256;
   static constexpr int kProducts = 8;
   static constexpr const char* kInstruction = "fp32 FMA, 256 bits";
-  explicit Fp32MultiplyAdd(int seed) : factor(_mm256_set1_ps(1.0F - 1e-3F * seed)), term(_mm256_set1_ps(1e-3F * seed)) {}
+  explicit Fp32MultiplyAdd(int seed)
+      : factor(_mm256_set1_ps(1.0F - 1e-3F * seed)), term(_mm256_set1_ps(1e-3F * seed)) {}
   Register start(int j) const { return _mm256_set1_ps(static_cast<float>(j)); }
   Register step(Register sum) const { return _mm256_fmadd_ps(sum, factor, term); }
   Register factor, term;
@@ -99,8 +100,7 @@ struct Int8MultiplyAdd {
   using Register = __m256i;
   static constexpr int kProducts = 32;
   static constexpr const char* kInstruction = "vpmaddubsw + vpmaddwd + vpaddd, 256 bits";
-  explicit Int8MultiplyAdd(int seed)
-      : factor(_mm256_set1_epi8(static_cast<char>(seed))), ones(_mm256_set1_epi16(1)) {}
+  explicit Int8MultiplyAdd(int seed) : factor(_mm256_set1_epi8(static_cast<char>(seed))), ones(_mm256_set1_epi16(1)) {}
   Register start(int j) const { return _mm256_set1_epi32(j); }
   Register step(Register sum) const {
     return _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(sum, factor), ones), factor);
@@ -114,7 +114,8 @@ struct Fp32MultiplyAdd {
   using Register = __m512;
   static constexpr int kProducts = 16;
   static constexpr const char* kInstruction = "fp32 FMA, 512 bits";
-  explicit Fp32MultiplyAdd(int seed) : factor(_mm512_set1_ps(1.0F - 1e-3F * seed)), term(_mm512_set1_ps(1e-3F * seed)) {}
+  explicit Fp32MultiplyAdd(int seed)
+      : factor(_mm512_set1_ps(1.0F - 1e-3F * seed)), term(_mm512_set1_ps(1e-3F * seed)) {}
   Register start(int j) const { return _mm512_set1_ps(static_cast<float>(j)); }
   Register step(Register sum) const { return _mm512_fmadd_ps(sum, factor, term); }
   Register factor, term;
@@ -126,8 +127,7 @@ struct Int8MultiplyAdd {
   using Register = __m512i;
   static constexpr int kProducts = 64;
   static constexpr const char* kInstruction = "vpmaddubsw + vpmaddwd + vpaddd, 512 bits";
-  explicit Int8MultiplyAdd(int seed)
-      : factor(_mm512_set1_epi8(static_cast<char>(seed))), ones(_mm512_set1_epi16(1)) {}
+  explicit Int8MultiplyAdd(int seed) : factor(_mm512_set1_epi8(static_cast<char>(seed))), ones(_mm512_set1_epi16(1)) {}
   Register start(int j) const { return _mm512_set1_epi32(j); }
   Register step(Register sum) const {
     return _mm512_add_epi32(_mm512_madd_epi16(_mm512_maddubs_epi16(sum, factor), ones), factor);
@@ -236,7 +236,9 @@ constexpr int64_t kPrefetchAhead = 2048;
 
 #if XOPT_LEVEL == 0
 using Vector = __m128i;
-Vector combine(Vector a, const void* data) { return _mm_xor_si128(a, _mm_load_si128(static_cast<const __m128i*>(data))); }
+Vector combine(Vector a, const void* data) {
+  return _mm_xor_si128(a, _mm_load_si128(static_cast<const __m128i*>(data)));
+}
 #elif XOPT_LEVEL == 1
 using Vector = __m256i;
 Vector combine(Vector a, const void* data) {
@@ -282,9 +284,7 @@ void probe_read(ProbeCall& call) {
     uint64_t* words = reinterpret_cast<uint64_t*>(memory.data + thread * slice);
     for (int64_t i = 0; i < slice / 8; ++i) words[i] = static_cast<uint64_t>(i) * 0x9E3779B97F4A7C15U + 1;
   });
-  measure(call, "memory read", [&](int thread, int) {
-    read_slice(memory.data + thread * slice, slice);
-  });
+  measure(call, "memory read", [&](int thread, int) { read_slice(memory.data + thread * slice, slice); });
   call.work = static_cast<double>(slice) * call.threads;
 }
 XOPT_REGISTER_KERNEL(probe, read, probe_read);

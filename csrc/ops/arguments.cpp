@@ -30,26 +30,40 @@ std::optional<DType> dtype_from_torch(int32_t code) {
 int32_t dtype_to_torch(DType dtype) {
   const TorchCodes& codes = torch_codes();
   switch (dtype) {
-    case DType::f32: return codes.f32;
-    case DType::bf16: return codes.bf16;
-    case DType::f16: return codes.f16;
-    case DType::s8: return codes.s8;
-    case DType::u8: return codes.u8;
-    case DType::s32: break;
+    case DType::f32:
+      return codes.f32;
+    case DType::bf16:
+      return codes.bf16;
+    case DType::f16:
+      return codes.f16;
+    case DType::s8:
+      return codes.s8;
+    case DType::u8:
+      return codes.u8;
+    case DType::s32:
+      break;
   }
   return codes.s32;
 }
 
 std::string torch_dtype_name(int32_t code) {
   const std::pair<int32_t, const char*> names[] = {
-      {aoti_torch_dtype_float32(), "float32"},     {aoti_torch_dtype_bfloat16(), "bfloat16"},
-      {aoti_torch_dtype_float16(), "float16"},     {aoti_torch_dtype_int8(), "int8"},
-      {aoti_torch_dtype_uint8(), "uint8"},         {aoti_torch_dtype_int32(), "int32"},
-      {aoti_torch_dtype_float64(), "float64"},     {aoti_torch_dtype_int64(), "int64"},
-      {aoti_torch_dtype_int16(), "int16"},         {aoti_torch_dtype_bool(), "bool"},
-      {aoti_torch_dtype_complex64(), "complex64"}, {aoti_torch_dtype_complex128(), "complex128"},
-      {aoti_torch_dtype_uint16(), "uint16"},       {aoti_torch_dtype_uint32(), "uint32"},
-      {aoti_torch_dtype_uint64(), "uint64"},       {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_int16(), "int16"},
+      {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_complex64(), "complex64"},
+      {aoti_torch_dtype_complex128(), "complex128"},
+      {aoti_torch_dtype_uint16(), "uint16"},
+      {aoti_torch_dtype_uint32(), "uint32"},
+      {aoti_torch_dtype_uint64(), "uint64"},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
       {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
   };
   for (const auto& [known, name] : names) {

@@ -61,8 +61,7 @@ struct NamedValue {
 };
 
 template <class Value, size_t count>
-Value parse_name(const char* op, const char* argument, std::string_view text,
-                 const NamedValue<Value> (&known)[count]) {
+Value parse_name(const char* op, const char* argument, std::string_view text, const NamedValue<Value> (&known)[count]) {
   for (const NamedValue<Value>& candidate : known) {
     if (candidate.name == text) return candidate.value;
   }
@@ -89,8 +88,9 @@ inline void check_no_gradient(std::initializer_list<Checked> arguments) {
   if (!aoti_torch_grad_mode_is_enabled()) return;
   for (const Checked& argument : arguments) {
     if (!argument.tensor || !argument.tensor.requires_grad()) continue;
-    argument.fail("requires a gradient, but this op has none: call it under torch.no_grad() or torch.inference_mode(), "
-                  "or pass the argument's detach()");
+    argument.fail(
+        "requires a gradient, but this op has none: call it under torch.no_grad() or torch.inference_mode(), "
+        "or pass the argument's detach()");
   }
 }
 

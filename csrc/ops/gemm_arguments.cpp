@@ -84,7 +84,8 @@ PackedHeader packed_header(const char* op, const Tensor& packed) {
     checked.fail("expected a packed weight, as made by linear_pack, but ", error, " (", packed.size(0), " bytes)");
   }
   if (reinterpret_cast<uintptr_t>(data) % kPackedAlignment != 0) {
-    checked.fail("expected data at a multiple of ", kPackedAlignment, " bytes, got address ", data, "; pass its clone()");
+    checked.fail("expected data at a multiple of ", kPackedAlignment, " bytes, got address ", data,
+                 "; pass its clone()");
   }
   PackedHeader header;
   std::memcpy(&header, data, sizeof(header));
@@ -97,7 +98,8 @@ PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind
   const Checked checked{op, "packed", packed};
   const std::string_view wanted = kind == WeightKind::int8 ? "int8" : "float32, bfloat16 or float16";
   if ((header.dtype == DType::s8) != (kind == WeightKind::int8)) {
-    checked.fail("expected a packed weight of ", wanted, ", got one of ", torch_dtype_name(dtype_to_torch(header.dtype)));
+    checked.fail("expected a packed weight of ", wanted, ", got one of ",
+                 torch_dtype_name(dtype_to_torch(header.dtype)));
   }
   if ((header.gated != 0) != gated) {
     checked.fail("expected ", gated ? "a gated pair of weights (linear_pack_gated)" : "a single weight", ", got ",
@@ -107,7 +109,8 @@ PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind
     fail(op, "out_features", "expected ", header.n, ", the packed weight's, got ", out_features);
   }
   if (header.k != in_features) {
-    fail(op, "input", "expected a last dimension of ", header.k, ", the packed weight's in_features, got ", in_features);
+    fail(op, "input", "expected a last dimension of ", header.k, ", the packed weight's in_features, got ",
+         in_features);
   }
   return PackedWeight(packed.data());
 }
@@ -148,7 +151,8 @@ Tensor empty_output(const char* op, const Tensor& input, int64_t out_features, D
     overflow |= __builtin_mul_overflow(bytes, sizes[dim] > 1 ? sizes[dim] : 1, &bytes);
   }
   if (overflow) {
-    fail(op, "input", "the output's shape ", expected_output_shape(input, out_features), " is more than fits in memory");
+    fail(op, "input", "the output's shape ", expected_output_shape(input, out_features),
+         " is more than fits in memory");
   }
   return Tensor::empty(sizes, input.dims(), dtype);
 }
@@ -218,10 +222,14 @@ void set_output_type(const char* op, DType dtype, double scale, int64_t zero_poi
 void run_gemm(const GemmCall& call) {
   if (call.m == 0 || call.weight.n == 0) return;
   switch (call.weight.dtype) {
-    case DType::f32: return gemm_f32(call);
-    case DType::bf16: return gemm_bf16(call);
-    case DType::f16: return gemm_f16(call);
-    default: return call.a.dtype == DType::u8 ? gemm_u8s8(call) : gemm_s8s8(call);
+    case DType::f32:
+      return gemm_f32(call);
+    case DType::bf16:
+      return gemm_bf16(call);
+    case DType::f16:
+      return gemm_f16(call);
+    default:
+      return call.a.dtype == DType::u8 ? gemm_u8s8(call) : gemm_s8s8(call);
   }
 }
 

@@ -1,4 +1,4 @@
-// xopt::linear, linear_gated and linear_norm: input * weight^T with a packed floating-point weight, and what follows it.
+// xopt::linear, linear_gated and linear_norm: input * weight^T with a packed floating-point weight, and what follows.
 #include "ops/gemm_arguments.h"
 
 namespace xopt::ops {
@@ -17,7 +17,7 @@ GemmCall gemm_call(const char* op, Tensor* input, const Tensor& packed, int64_t 
   return {input_rows(*input), rows_view(op, input, kFloating), weight, {}};
 }
 
-// ---- linear -----------------------------------------------------------------------------------------------------------
+// ---- linear --------------------------------------------------------------------------------------------------------
 
 struct LinearArguments {
   explicit LinearArguments(Stack stack)
@@ -64,8 +64,8 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
   epilogue.activation_last = arguments.activation_last;
   epilogue.bias = column_vector(kOp, "bias", &arguments.bias, n);
   set_other(kOp, "other", &arguments.other, input, n, true, &epilogue);
-  const DType out_dtype = output_dtype(kOp, arguments.out_dtype, input,
-                                       {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
+  const DType out_dtype =
+      output_dtype(kOp, arguments.out_dtype, input, {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
   set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
 
   Tensor out = empty_output(kOp, input, n, out_dtype);
@@ -75,7 +75,7 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
   return_tensor(stack, 0, std::move(out));
 }
 
-// ---- linear_gated -----------------------------------------------------------------------------------------------------
+// ---- linear_gated --------------------------------------------------------------------------------------------------
 
 struct LinearGatedArguments {
   explicit LinearGatedArguments(Stack stack)
@@ -102,9 +102,8 @@ void linear_gated(StableIValue* stack, uint64_t, uint64_t) {
   LinearGatedArguments arguments{Stack(stack)};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
-  check_no_gradient({{kOp, "input", input},
-                     {kOp, "gate_bias", arguments.gate_bias},
-                     {kOp, "up_bias", arguments.up_bias}});
+  check_no_gradient(
+      {{kOp, "input", input}, {kOp, "gate_bias", arguments.gate_bias}, {kOp, "up_bias", arguments.up_bias}});
 
   GemmCall call = gemm_call(kOp, &input, arguments.packed, n, true);
   Epilogue& epilogue = call.epilogue;
@@ -122,7 +121,7 @@ void linear_gated(StableIValue* stack, uint64_t, uint64_t) {
   return_tensor(stack, 0, std::move(out));
 }
 
-// ---- linear_norm ------------------------------------------------------------------------------------------------------
+// ---- linear_norm ---------------------------------------------------------------------------------------------------
 
 constexpr NamedValue<Norm> kNorms[] = {{"layer_norm", Norm::layer_norm}, {"rms_norm", Norm::rms_norm}};
 

@@ -34,7 +34,7 @@ Tensor packed_bytes(const char* op, DType dtype, int64_t n, int64_t k, bool gate
   return packed;
 }
 
-// ---- Packing ----------------------------------------------------------------------------------------------------------
+// ---- Packing -------------------------------------------------------------------------------------------------------
 
 void linear_pack(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* kOp = "linear_pack";
@@ -95,7 +95,7 @@ void linear_pack_int8(StableIValue* stack, uint64_t, uint64_t) {
   return_tensor(stack, 0, packed_bytes(kOp, DType::s8, n, weight.size(1), false, &call));
 }
 
-// ---- Unpacking --------------------------------------------------------------------------------------------------------
+// ---- Unpacking -----------------------------------------------------------------------------------------------------
 
 // The header of `packed`, after it was found to be what the caller says.
 PackedHeader expected_header(const char* op, const Tensor& packed, DType dtype, bool gated, int64_t out_features,

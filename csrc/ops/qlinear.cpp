@@ -55,9 +55,8 @@ void qlinear(StableIValue* stack, uint64_t, uint64_t) {
   QLinearArguments arguments{Stack(stack)};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
-  check_no_gradient({{kOp, "input_scale", arguments.input_scale},
-                     {kOp, "bias", arguments.bias},
-                     {kOp, "other", arguments.other}});
+  check_no_gradient(
+      {{kOp, "input_scale", arguments.input_scale}, {kOp, "bias", arguments.bias}, {kOp, "other", arguments.other}});
 
   const int64_t in_features = input_features(kOp, input);
   const PackedWeight weight = packed_weight(kOp, arguments.packed, WeightKind::int8, false, n, in_features);
@@ -76,8 +75,8 @@ void qlinear(StableIValue* stack, uint64_t, uint64_t) {
   epilogue.activation_last = arguments.activation_last;
   epilogue.bias = column_vector(kOp, "bias", &arguments.bias, n);
   set_other(kOp, "other", &arguments.other, input, n, true, &epilogue);
-  const DType out_dtype = parse_dtype(kOp, "out_dtype", arguments.out_dtype,
-                                      {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
+  const DType out_dtype =
+      parse_dtype(kOp, "out_dtype", arguments.out_dtype, {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
   set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
 
   Tensor out = empty_output(kOp, input, n, out_dtype);

@@ -116,8 +116,7 @@ std::atomic<int> active{-1};
 }  // namespace
 
 const char* isa_name(Isa isa) {
-  static constexpr const char* kNames[kIsaCount] = {"scalar",      "avx2",        "avx512",
-                                                    "avx512_vnni", "avx512_bf16", "amx"};
+  static constexpr const char* kNames[kIsaCount] = {"scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
   const int index = static_cast<int>(isa);
   return index >= 0 && index < kIsaCount ? kNames[index] : "unknown";
 }

@@ -4,7 +4,6 @@
 
 #include <omp.h>
 #include <pthread.h>
-#include <sys/stat.h>
 
 #include <atomic>
 #include <exception>
@@ -15,20 +14,12 @@ namespace {
 std::atomic<ThreadSource> thread_source{nullptr};
 
 // OpenMP's worker threads do not survive a fork, but its book-keeping does: a region in the child would wait for them
-// forever. It does not tell whether it has workers, and torch may have started them, so any thread beside the forking
-// one counts.
-bool workers_before_fork = false;
-bool workers_lost = false;
+// forever. OpenMP does not tell whether it had any, and torch may have started them, so every forked child is serial.
+bool forked = false;
 
-void before_fork() {
-  struct stat threads {};
-  constexpr nlink_t kLinksOfOneThread = 3;  // ".", ".." and one directory a thread
-  workers_before_fork = stat("/proc/self/task", &threads) != 0 || threads.st_nlink != kLinksOfOneThread;
+[[gnu::constructor]] void watch_forks() {
+  pthread_atfork(nullptr, nullptr, [] { forked = true; });
 }
-
-void in_child() { workers_lost = workers_lost || workers_before_fork; }
-
-[[gnu::constructor]] void watch_forks() { pthread_atfork(before_fork, nullptr, in_child); }
 
 // Threads of the region that this thread works in; 0 outside. A serial run inside a region counts as a region of 1,
 // else its barrier would be taken for one of the region around it.
@@ -48,7 +39,7 @@ class RegionScope {
 }  // namespace
 
 int max_threads() {
-  if (workers_lost || region_threads > 0 || omp_in_parallel() != 0) return 1;
+  if (forked || region_threads > 0 || omp_in_parallel() != 0) return 1;
   const ThreadSource source = thread_source.load(std::memory_order_relaxed);
   const int threads = source != nullptr ? source() : omp_get_max_threads();
   return threads > 1 ? threads : 1;
@@ -57,7 +48,7 @@ int max_threads() {
 void set_thread_source(ThreadSource source) { thread_source.store(source, std::memory_order_relaxed); }
 
 void parallel_run(int threads, ParallelBody body, void* context) {
-  if (threads <= 1 || workers_lost || region_threads > 0 || omp_in_parallel() != 0) {
+  if (threads <= 1 || forked || region_threads > 0 || omp_in_parallel() != 0) {
     const RegionScope scope(1);
     body(context, 0, 1);
     return;

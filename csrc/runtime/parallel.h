@@ -5,7 +5,7 @@
 namespace xopt {
 
 // How many threads a kernel called now may use: what torch.set_num_threads said; 1 inside a parallel region and in a
-// forked child whose parent had worker threads, since those no longer exist in the child.
+// forked child, where the runtime's worker threads no longer exist.
 int max_threads();
 
 // Whoever knows torch's own setting says so: torch applies it to a Python thread only when that thread first runs a

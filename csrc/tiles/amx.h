@@ -11,6 +11,7 @@
 #ifdef XOPT_EMULATE
 #include "tiles/emulate.h"
 #define XOPT_TILE_LOAD(T, BASE, STRIDE) emulated_load(T, BASE, STRIDE)
+#define XOPT_TILE_STREAM(T, BASE, STRIDE) emulated_load(T, BASE, STRIDE)
 #define XOPT_TILE_STORE(T, BASE, STRIDE) emulated_store(T, BASE, STRIDE)
 #define XOPT_TILE_ZERO(T) emulated_zero(T)
 #define XOPT_TILE_DOT_BF16(C, A, B) emulated_dot_bf16(C, A, B)
@@ -18,6 +19,8 @@
 #define XOPT_TILE_DOT_U8S8(C, A, B) emulated_dot_int8<uint8_t>(C, A, B)
 #else
 #define XOPT_TILE_LOAD(T, BASE, STRIDE) _tile_loadd(T, BASE, STRIDE)
+// The same load with the hint not to keep the line in L1.
+#define XOPT_TILE_STREAM(T, BASE, STRIDE) _tile_stream_loadd(T, BASE, STRIDE)
 #define XOPT_TILE_STORE(T, BASE, STRIDE) _tile_stored(T, BASE, STRIDE)
 #define XOPT_TILE_ZERO(T) _tile_zero(T)
 #define XOPT_TILE_DOT_BF16(C, A, B) _tile_dpbf16ps(C, A, B)

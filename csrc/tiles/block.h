@@ -10,6 +10,14 @@
 
 namespace xopt::XOPT_ISA {
 
+// Cache lines that will be wanted soon: `count` lines, `stride` bytes apart, at each step along k, after which `next`
+// moves by `step`. Spread over the steps they hide behind the products; issued at once they would fill the line buffers.
+struct Prefetch {
+  const uint8_t* next;
+  int64_t step, stride, count;
+  bool for_writing;  // into L1 and owned, else into L2
+};
+
 struct BlockCall {
   const void* a;       // row 0 of the copy at this block's first k
   int64_t a_stride;    // bytes between rows; only blocks that can read A in place (AMX) look at it
@@ -17,13 +25,42 @@ struct BlockCall {
   int64_t k_tiles;
   void* acc;           // rows of 32 float or int32, kPanelColumns apart
   bool accumulate;     // add to acc instead of overwriting it
-  const uint8_t* prefetch;   // what will be wanted in L2 next, touched evenly over the k steps
-  int64_t prefetch_lines;    // cache lines for each k step
+  static constexpr int kMaxPrefetches = 4;
+  Prefetch prefetches[kMaxPrefetches];
+  int prefetch_count;
 };
 
-XOPT_INLINE void prefetch_step(const uint8_t*& next, int64_t lines) {
-  for (int64_t i = 0; i < lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
-}
+// The prefetches of a call in progress; step() is called once for each step along k.
+class Prefetcher {
+ public:
+  explicit Prefetcher(const BlockCall& call) : count_(call.prefetch_count) {
+    for (int i = 0; i < count_; ++i) streams_[i] = call.prefetches[i];
+  }
+  XOPT_INLINE void step() {
+    for (int i = 0; i < count_; ++i) {
+      Prefetch& stream = streams_[i];
+      const uint8_t* line = stream.next;
+      if (stream.for_writing) {
+        for (int64_t j = 0; j < stream.count; ++j, line += stream.stride) prefetch_for_writing(line);
+      } else {
+        for (int64_t j = 0; j < stream.count; ++j, line += stream.stride) __builtin_prefetch(line, 0, 2);
+      }
+      stream.next += stream.step;
+    }
+  }
+
+ private:
+  static XOPT_INLINE void prefetch_for_writing(const uint8_t* line) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+    asm volatile("prefetchw %0" : : "m"(*line));  // without it the store that follows waits for ownership
+#else
+    __builtin_prefetch(line, 1, 3);
+#endif
+  }
+
+  Prefetch streams_[BlockCall::kMaxPrefetches];
+  int count_;
+};
 
 // Row counts are template arguments of the vector blocks, so that accumulators are registers.
 #define XOPT_RUN_ROWS(MAX)                                               \

@@ -76,11 +76,11 @@ struct TileBlock {
     const auto* a0 = static_cast<const uint8_t*>(call.a);
     const uint8_t* a1 = a0 + kTileRows * stride;
     const uint8_t* b = call.b;
-    const uint8_t* next = call.prefetch;
+    Prefetcher prefetcher(call);
     XOPT_TILE_LOAD(4, a0, stride);
-    XOPT_TILE_LOAD(6, b, 64);
+    XOPT_TILE_STREAM(6, b, 64);
     XOPT_TILE_LOAD(5, a1, stride);
-    XOPT_TILE_LOAD(7, b + kTileBytes, 64);
+    XOPT_TILE_STREAM(7, b + kTileBytes, 64);
     for (int64_t t = 1; t < call.k_tiles; ++t) {
       a0 += 64;
       a1 += 64;
@@ -89,17 +89,17 @@ struct TileBlock {
       XOPT_DOT(1, 4, 7);
       XOPT_TILE_LOAD(4, a0, stride);
       XOPT_DOT(2, 5, 6);
-      XOPT_TILE_LOAD(6, b, 64);
+      XOPT_TILE_STREAM(6, b, 64);
       XOPT_DOT(3, 5, 7);
       XOPT_TILE_LOAD(5, a1, stride);
-      XOPT_TILE_LOAD(7, b + kTileBytes, 64);
-      prefetch_step(next, call.prefetch_lines);
+      XOPT_TILE_STREAM(7, b + kTileBytes, 64);
+      prefetcher.step();
     }
     XOPT_DOT(0, 4, 6);
     XOPT_DOT(1, 4, 7);
     XOPT_DOT(2, 5, 6);
     XOPT_DOT(3, 5, 7);
-    prefetch_step(next, call.prefetch_lines);
+    prefetcher.step();
     XOPT_TILE_STORE(0, acc, kRowBytes);
     XOPT_TILE_STORE(1, acc + 64, kRowBytes);
     XOPT_TILE_STORE(2, acc + kTileRows * kRowBytes, kRowBytes);
@@ -118,14 +118,14 @@ struct TileBlock {
     }
     const auto* a = static_cast<const uint8_t*>(call.a);
     const uint8_t* b = call.b;
-    const uint8_t* next = call.prefetch;
+    Prefetcher prefetcher(call);
     for (int64_t t = 0; t < call.k_tiles; ++t, a += 64, b += 2 * kTileBytes) {
       XOPT_TILE_LOAD(4, a, call.a_stride);
-      XOPT_TILE_LOAD(6, b, 64);
-      XOPT_TILE_LOAD(7, b + kTileBytes, 64);
+      XOPT_TILE_STREAM(6, b, 64);
+      XOPT_TILE_STREAM(7, b + kTileBytes, 64);
       XOPT_DOT(0, 4, 6);
       XOPT_DOT(1, 4, 7);
-      prefetch_step(next, call.prefetch_lines);
+      prefetcher.step();
     }
     XOPT_TILE_STORE(0, acc, kRowBytes);
     XOPT_TILE_STORE(1, acc + 64, kRowBytes);

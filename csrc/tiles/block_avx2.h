@@ -50,16 +50,16 @@ struct FmaBlock {
   template <int R>
   static void block(const BlockCall& call) {
     const auto* a = static_cast<const float*>(call.a);
+    Prefetcher prefetcher(call);
     for (int half = 0; half < 2; ++half) {
       float* out = static_cast<float*>(call.acc) + kTileColumns * half;
       const uint8_t* b = call.b + kTileBytes * half;
-      const uint8_t* next = call.prefetch + half * call.k_tiles * (call.prefetch_lines / 2) * 64;
       F acc[R][2];
       for (int r = 0; r < R; ++r) {
         for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 8 * v) : set1(0.0F);
       }
       for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
-        prefetch_step(next, call.prefetch_lines / 2);
+        if (half == 0) prefetcher.step();
         const float* ak = a + t * kTileK;
         for (int j = 0; j < kTileRows; ++j) {
           for (int g = 0; g < Weight::kGroup; ++g) {

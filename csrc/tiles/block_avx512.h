@@ -59,13 +59,13 @@ struct FmaBlock {
     const auto* a = static_cast<const float*>(call.a);
     auto* out = static_cast<float*>(call.acc);
     const uint8_t* b = call.b;
-    const uint8_t* next = call.prefetch;
+    Prefetcher prefetcher(call);
     F acc[R][2];
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 16 * v) : set1(0.0F);
     }
     for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
-      prefetch_step(next, call.prefetch_lines);
+      prefetcher.step();
 #pragma GCC unroll 4
       for (int j = 0; j < kTileRows; ++j) {
         for (int g = 0; g < Weight::kGroup; ++g) {
@@ -135,7 +135,7 @@ struct DotBlock {
     const auto* a = static_cast<const A*>(call.a);
     auto* out = static_cast<int32_t*>(call.acc);
     const uint8_t* b = call.b;
-    const uint8_t* next = call.prefetch;
+    Prefetcher prefetcher(call);
     __m512i acc[R][2];
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < 2; ++v) {
@@ -143,7 +143,7 @@ struct DotBlock {
       }
     }
     for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
-      prefetch_step(next, call.prefetch_lines);
+      prefetcher.step();
 #pragma GCC unroll 4
       for (int j = 0; j < kTileRows; ++j) {
         const __m512i b0 = _mm512_loadu_si512(b + 64 * j), b1 = _mm512_loadu_si512(b + kTileBytes + 64 * j);

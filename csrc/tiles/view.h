@@ -44,7 +44,18 @@ XOPT_INLINE void convert_run(const From* from, int64_t count, To* to) {
 }
 
 XOPT_INLINE void copy_bytes(const void* from, int64_t bytes, void* to) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+  // Inline, and a line at a time: rows are short, and a call for each would cost as much as the copy.
+  const auto* source = static_cast<const uint8_t*>(from);
+  auto* target = static_cast<uint8_t*>(to);
+  for (; bytes >= 64; bytes -= 64, source += 64, target += 64) {
+    _mm512_storeu_si512(target, _mm512_loadu_si512(source));
+  }
+  const __mmask64 rest = (uint64_t{1} << bytes) - 1;
+  _mm512_mask_storeu_epi8(target, rest, _mm512_maskz_loadu_epi8(rest, source));
+#else
   __builtin_memcpy(to, from, static_cast<size_t>(bytes));
+#endif
 }
 
 template <class Round, class To>

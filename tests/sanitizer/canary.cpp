@@ -6,7 +6,7 @@
 extern "C" {
 
 int xopt_canary_heap_overflow(int index) {
-  int* values = static_cast<int*>(std::malloc(4 * sizeof(int)));
+  int* volatile values = static_cast<int*>(std::malloc(4 * sizeof(int)));  // its size is unknown to UBSan
   values[0] = 1;
   const int value = values[index];
   std::free(values);

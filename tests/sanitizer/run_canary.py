@@ -17,6 +17,7 @@ CANARIES = [
 
 def call(function: str, argument: int) -> None:
     import torch  # noqa: F401  (brings the OpenMP runtime that the library needs)
+
     import xopt
 
     library = ctypes.CDLL(str(Path(xopt.__file__).parent / "libxopt_core.so"))

@@ -7,6 +7,8 @@ last-level cache, up to 512 MiB a contender). No contender is timed before its r
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -169,11 +171,13 @@ def run(options: argparse.Namespace) -> None:
     plan = make_plan(options)
     report.check_destinations(options.json, options.plot)
     torch.set_num_threads(plan.threads)
-    total = len(plan.shapes) * len(plan.dtypes)
-    with report.progress(total + 2) as advance:
+    setting = report.Setting(os.getloadavg()[0], plan.least_rounds, plan.seconds)
+    cases: list[Case] = []
+    with report.progress((len(plan.shapes) + 1) * len(plan.dtypes) + 1) as advance:
         advance("roofs")
         roofs = measure_roofs(plan.threads)
-        cases = measure(plan, advance=advance)
-        advance("roofs")
-        roofs = higher_of(roofs, measure_roofs(plan.threads))
-    report.publish(cases, roofs, plan.least_rounds, plan.seconds, options.json, options.plot)
+        for dtype in plan.dtypes:
+            cases += measure(dataclasses.replace(plan, dtypes=[dtype]), advance=advance)
+            advance("roofs")
+            roofs = higher_of(roofs, measure_roofs(plan.threads))
+    report.publish(cases, roofs, setting, options.json, options.plot)

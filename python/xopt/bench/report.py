@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,16 @@ from xopt.bench.roofs import KINDS, Roofs, format_roof
 
 FORMAT = 1
 TABLE_WIDTH = 160  # where the output is no terminal
+BUSY_LOAD = 0.5  # of the CPUs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run was made under, beside what is in the cases."""
+
+    load_before: float  # the load average of the minute before
+    least_rounds: int
+    seconds: float  # a contender and shape
 
 
 def check_destinations(json_file: Path | None, plot_file: Path | None) -> None:
@@ -146,9 +158,15 @@ def summary_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def notes(cases: Sequence[Case]) -> list[str]:
+def notes(cases: Sequence[Case], setting: Setting) -> list[str]:
     """What a reader of the table must know: where weights came from, and who has no time and why."""
     lines = []
+    cpus = len(os.sched_getaffinity(0))
+    if setting.load_before > BUSY_LOAD * cpus:
+        lines.append(
+            f"The machine was busy before the bench began (load {setting.load_before:.1f} on {cpus} CPUs): "
+            "neither times nor roofs are to be relied on."
+        )
     copies = [case.rotation.copies for case in cases]
     smallest = min(case.rotation.set_bytes for case in cases) >> 20
     sources = sorted({case.rotation.source for case in cases})
@@ -207,9 +225,7 @@ def case_record(case: Case, roofs: Roofs) -> dict[str, Any]:
     }
 
 
-def document(
-    cases: Sequence[Case], roofs: Roofs, findings: Sequence[Finding], options: dict[str, Any]
-) -> dict[str, Any]:
+def document(cases: Sequence[Case], roofs: Roofs, findings: Sequence[Finding], setting: Setting) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "kind": "kernels",
@@ -222,32 +238,26 @@ def document(
             "python": sys.version.split()[0],
         },
         "threads": roofs.threads,
-        "options": options,
+        "setting": dataclasses.asdict(setting),
         "roofs": {kind: dataclasses.asdict(roof) for kind, roof in roofs.by_kind.items()},
         "kernels": [dataclasses.asdict(kernel) for kernel in xopt.kernels() if kernel.chosen],
         "rows": [case_record(case, roofs) for case in cases],
         "summary": [{**dataclasses.asdict(finding), "met": finding.met} for finding in findings],
-        "notes": notes(cases),
+        "notes": notes(cases, setting),
     }
 
 
 def publish(
-    cases: Sequence[Case],
-    roofs: Roofs,
-    least_rounds: int,
-    seconds: float,
-    json_file: Path | None,
-    plot_file: Path | None,
+    cases: Sequence[Case], roofs: Roofs, setting: Setting, json_file: Path | None, plot_file: Path | None
 ) -> None:
     findings = results.summarize(cases, roofs)
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)
-    for part in (roof_table(roofs), case_table(cases, roofs), summary_table(findings), *notes(cases)):
+    for part in (roof_table(roofs), case_table(cases, roofs), summary_table(findings), *notes(cases, setting)):
         console.print(part, highlight=False, markup=False)
     if json_file is not None:
-        options = {"least_rounds": least_rounds, "seconds": seconds}
-        json_file.write_text(json.dumps(document(cases, roofs, findings, options), indent=1) + "\n")
+        json_file.write_text(json.dumps(document(cases, roofs, findings, setting), indent=1) + "\n")
         console.print(f"wrote {json_file}", highlight=False, markup=False)
     if plot_file is not None:
         plot.draw(cases, roofs, plot_file)
