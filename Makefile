@@ -135,13 +135,14 @@ $(sanitized): $(tools) $(sources) $(wildcard tests/sanitizer/*) | check
 	$(call build_aside,sanitize,-DXOPT_EMULATE_AMX=ON "-DXOPT_SANITIZE=address;undefined")
 
 # Python is not built with the sanitizers, so their runtime is loaded ahead of it; libstdc++ comes with it, because the
-# runtime looks for its exception functions at start-up. Leaks are Python's and torch's own.
+# runtime looks for its exception functions at start-up. Leaks are Python's and torch's own. A report ends the process, so
+# pytest must not hold it back (--capture=sys).
 sanitizer_env = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/build/sanitize/site
 
 sanitize: $(sanitized)
 	$(sanitizer_env) $(python) tests/sanitizer/run_canary.py
-	$(sanitizer_env) $(python) -m pytest -m sanitize $(ARGS)
+	$(sanitizer_env) $(python) -m pytest --capture=sys -m sanitize $(ARGS)
 
 # ---- Lint -----------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import sys
 
 from tests.families import CaseFailure, active_level, all_families, find_family, kernel_calls, run_line
 
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__)
     parser.add_argument("names", nargs="*", help="lines of cases, or names of families (none: all)")

@@ -7,12 +7,15 @@ at their default left out, and is all that is needed to repeat it:
     pytest tests/test_linear.py --case 'linear:seed=7:lead=5:n=33:k=64:activation=relu'
     python -m tests 'linear:seed=7:lead=5:n=33:k=64:activation=relu'
     python -m tests --count 500 --seed 3 linear qlinear      # random ones; at a level: XOPT_MAX_ISA=avx2
+
+Where a process died of a case, XOPT_TEST_TRACE=FILE tells which: the file holds the line of the last one begun.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import pathlib
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +27,7 @@ from tests import reference
 from xopt import _C
 
 SHOWN_FAILURES = 10
+TRACE = "XOPT_TEST_TRACE"  # environment variable: a file that holds the line of the case being run, for crashes
 C = TypeVar("C")
 
 
@@ -64,6 +68,8 @@ class Family(Generic[C]):
         return (self.sample(rng) for _ in range(count))
 
     def run(self, case: C) -> None:
+        if TRACE in os.environ:
+            pathlib.Path(os.environ[TRACE]).write_text(self.line(case))
         try:
             self.check(case)
         except Exception as error:

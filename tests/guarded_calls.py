@@ -40,7 +40,9 @@ class Caller:
         self.calls = 0
         self.library = ctypes.CDLL(None) if mode == "outputs" else None
 
-    def call(self, what: str, op: Callable[..., object], *tensors: Tensor | None, **options: object) -> tuple[Tensor, ...]:
+    def call(
+        self, what: str, op: Callable[..., object], *tensors: Tensor | None, **options: object
+    ) -> tuple[Tensor, ...]:
         print(what, flush=True)
         self.calls += 1
         names = options.pop("named", {})

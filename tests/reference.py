@@ -127,14 +127,21 @@ def add(x: Estimate, other: Tensor) -> Estimate:
 def multiply(x: Estimate, other: Tensor) -> Estimate:
     value = x.value * other
     error = torch.where(x.error == 0, x.error, x.error * other.abs())
-    return x.with_value(value, after_rounding(value, error))
+    product = Estimate(value, error, x.nan_allowed, x.unchecked | anything_times_infinity(x, other))
+    return product.with_value(value, after_rounding(value, error))
+
+
+def anything_times_infinity(x: Estimate, other: Tensor) -> Tensor:
+    """Where x may be on either side of zero, or zero, its product with an infinity may be anything."""
+    return torch.isinf(other) & (x.error > 0) & (x.value.abs() <= x.error)
 
 
 def multiply_estimates(x: Estimate, y: Estimate) -> Estimate:
     value = x.value * y.value
     left, right = finite(x.value).abs(), finite(y.value).abs()
     error = left * y.error + right * x.error + x.error * y.error
-    both = Estimate(value, error, x.nan_allowed | y.nan_allowed, x.unchecked | y.unchecked)
+    undecided = anything_times_infinity(x, y.value) | anything_times_infinity(y, x.value)
+    both = Estimate(value, error, x.nan_allowed | y.nan_allowed, x.unchecked | y.unchecked | undecided)
     return both.with_value(value, after_rounding(value, error))
 
 
@@ -220,6 +227,7 @@ def row_norm(x: Estimate, kind: str, weight: Tensor | None, bias: Tensor | None,
     sigma_error = error.square().mean(-1, keepdim=True).sqrt() + gamma * sigma
     least = torch.maximum(sigma - sigma_error, torch.full_like(sigma, math.sqrt(eps) * (1 - gamma)))
     error = (error + normed.abs() * sigma_error) / least + 4 * U32 * normed.abs() + DENORMAL
+    error = torch.where(torch.isinf(sigma), torch.full_like(error, DENORMAL), error)  # finite by infinity: zero
     error = torch.where((x.error == 0) & (centred == 0) & (x.value == 0), torch.zeros_like(error), error)
     risky = ~(x.value.square().sum(-1, keepdim=True) < OVERFLOW) & torch.isfinite(sigma)
     risky = risky | x.unchecked.any(-1, keepdim=True)

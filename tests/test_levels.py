@@ -12,11 +12,12 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
 
-from tests.families import all_families
+from tests.families import TRACE, all_families
 from tests.test_sanitizer import sanitizer_is_loaded
 from xopt import _C
 
@@ -28,16 +29,21 @@ SANITIZED_CASES_PER_FAMILY = 40
 FUZZ_CASES_PER_FAMILY = 10_000
 
 
-def run_python(level: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XOPT_MAX_ISA": level}
+def run_python(level: str, *arguments: str, trace: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "XOPT_MAX_ISA": level, **({TRACE: trace} if trace else {})}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 @functools.cache
 def results_of(level: str, count: int, seed: int) -> dict[str, Any]:
-    done = run_python(level, "-m", "tests", "--json", "--count", str(count), "--seed", str(seed))
+    with tempfile.NamedTemporaryFile("r") as trace:
+        done = run_python(level, "-m", "tests", "--json", "--count", str(count), "--seed", str(seed), trace=trace.name)
+        case = trace.read()
     lines = done.stdout.splitlines()
-    assert lines, f"the process of level {level} ended with {done.returncode} and said:\n{done.stderr[-4000:]}"
+    assert lines, (
+        f"the process of level {level} ended with {done.returncode} in the case '{case}',"
+        f" repeat with: XOPT_MAX_ISA={level} python -m tests '{case}'\n{done.stderr[-4000:]}"
+    )
     return dict(json.loads(lines[-1]))
 
 

@@ -117,7 +117,9 @@ def sample(rng: random.Random) -> LinearCase:
     return LinearCase(**{**sample_input(rng), **sample_output(rng), **sample_extras(rng)})  # type: ignore[arg-type]
 
 
-def linear_arguments(case: LinearCase, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def linear_arguments(
+    case: LinearCase, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Input, weight, bias and other of a case."""
     lead = cases.lead_dims(case.lead)
     x = cases.tensor(case.input_values, (*lead, case.k), DTYPES[case.input], generator, case.input_layout)
@@ -131,7 +133,9 @@ def linear_arguments(case: LinearCase, generator: torch.Generator) -> tuple[Tens
     return x, weight, bias, other
 
 
-def expected_linear(case: LinearCase, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> reference.Estimate:
+def expected_linear(
+    case: LinearCase, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None
+) -> reference.Estimate:
     compute = DTYPES[case.packed]
     rows = x.reshape(cases.row_count(case.lead), case.k).to(compute).double()
     product = reference.matmul(rows, weight.to(compute).double(), flushes_denormals(compute))
@@ -210,7 +214,32 @@ def test_tails() -> None:
 
 
 @pytest.mark.parametrize("packed", cases.FLOATS)
-@pytest.mark.parametrize(("lead", "n", "k"), [("0", 5, 7), ("3", 0, 7), ("3", 5, 0), ("2x0x3", 4, 4), ("0", 0, 0), ("-", 3, 0)])
+def test_long_sums(packed: str) -> None:
+    """Sums over several blocks along K, of integers, so that not one term may be missing."""
+    FAMILY.run_all(
+        LinearCase(
+            seed=m * 10_000 + k,
+            lead=str(m),
+            n=n,
+            k=k,
+            packed=packed,
+            input=packed,
+            weight=packed,
+            out="f32",
+            input_values="integers",
+            weight_values="integers",
+            bias="f32",
+        )
+        for m in (1, 4, 5, 17, 40)
+        for n in (5, 33, 70)
+        for k in (255, 256, 257, 511, 513, 1023, 1025, 2049, 4100)
+    )
+
+
+@pytest.mark.parametrize("packed", cases.FLOATS)
+@pytest.mark.parametrize(
+    ("lead", "n", "k"), [("0", 5, 7), ("3", 0, 7), ("3", 5, 0), ("2x0x3", 4, 4), ("0", 0, 0), ("-", 3, 0)]
+)
 def test_zero_sizes(packed: str, lead: str, n: int, k: int) -> None:
     """Nothing in, nothing out; no terms at all: the epilogue of zero."""
     FAMILY.run_all(

@@ -153,7 +153,15 @@ def test_wide_rows() -> None:
 def test_zero_sizes(packed: str, norm: str, lead: str, n: int, k: int) -> None:
     FAMILY.run_all(
         LinearNormCase(
-            lead=lead, n=n, k=k, packed=packed, input=packed, weight=packed, norm=norm, residual=residual, return_sum=True
+            lead=lead,
+            n=n,
+            k=k,
+            packed=packed,
+            input=packed,
+            weight=packed,
+            norm=norm,
+            residual=residual,
+            return_sum=True,
         )
         for residual in ("", "f32")
     )

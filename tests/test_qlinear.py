@@ -169,6 +169,27 @@ def test_tails(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["u8", "s8"])
+def test_long_sums(dtype: str) -> None:
+    """Sums over several blocks along K, with zero points on both sides, which need sums of rows and columns."""
+    FAMILY.run_all(
+        QLinearCase(
+            seed=m * 10_000 + k,
+            lead=str(m),
+            n=n,
+            k=k,
+            input=dtype,
+            scales="powers",
+            input_zero_point=zero_point,
+            weight_zero_point=zero_point,
+        )
+        for m in (1, 4, 5, 17, 40)
+        for n in (5, 33, 70)
+        for k in (511, 512, 513, 1023, 1025, 2049, 4100)
+        for zero_point in ("none", "rows")
+    )
+
+
+@pytest.mark.parametrize("dtype", ["u8", "s8"])
 @pytest.mark.parametrize(("lead", "n", "k"), [("0", 5, 7), ("3", 0, 7), ("3", 5, 0), ("2x0x3", 4, 4), ("-", 4, 9)])
 def test_zero_sizes(dtype: str, lead: str, n: int, k: int) -> None:
     FAMILY.run_all(
@@ -180,7 +201,9 @@ def test_zero_sizes(dtype: str, lead: str, n: int, k: int) -> None:
 
 def test_quantised_output_saturates() -> None:
     """Values far outside the range of the output, infinite ones too, stop at its ends and do not wrap."""
-    huge = torch.tensor([[3e38, -3e38, 1e10, -1e10, float("inf"), float("-inf"), 3e9, -3e9, 300.0, -300.0]]).T.contiguous()
+    huge = torch.tensor(
+        [[3e38, -3e38, 1e10, -1e10, float("inf"), float("-inf"), 3e9, -3e9, 300.0, -300.0]]
+    ).T.contiguous()
     packed = torch.ops.xopt.linear_pack(torch.ones(1, 1), dtype=torch.float32)
     for dtype, ends in ((torch.int8, (127, -128)), (torch.uint8, (255, 0))):
         for zero_point in (0, 5):

@@ -1,4 +1,4 @@
-"""The references and the generators themselves: right against torch in float64, and tight enough to catch a wrong kernel.
+"""The references and generators themselves: right against torch in float64, and tight enough to catch a wrong kernel.
 
 The mutations below are what goes wrong in kernels: a term of the sum dropped, a bias one column off, rows swapped, a
 truncation in place of a rounding. Each must be caught by the very comparison that the kernels are tested with.
@@ -110,7 +110,9 @@ def mutants(x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> dict
     if dtype == torch.bfloat16:
         bits = right.float().view(torch.int32) & -65536
         stored["truncated, not rounded"] = bits.view(torch.float32).to(dtype)
-        stored["rounded half up in magnitude"] = ((right.float().view(torch.int32) + 0x8000) & -65536).view(torch.float32).to(dtype)
+        stored["rounded half up in magnitude"] = (
+            ((right.float().view(torch.int32) + 0x8000) & -65536).view(torch.float32).to(dtype)
+        )
     if dtype == torch.float32:
         stored["rounded to bf16 on the way"] = right.to(torch.bfloat16).float()
     return stored
@@ -131,9 +133,8 @@ def test_mutants_are_caught(kind: str, dtype: torch.dtype, k: int) -> None:
             continue  # differs at exact ties alone, which random values do not hit
         if what == "rounded half up in magnitude" and not bool((wrong != right).any()):
             continue
-        with pytest.raises(AssertionError, match="wrong"):
-            expect_values(what, wrong, expected, (33, 65), dtype, flushes=True)
-            pytest.fail(f"not caught: {what}")
+        right_elements, _, _ = reference.acceptable(wrong, expected, flushes=True)
+        assert not bool(right_elements.all()), f"not caught: {what}"
 
 
 def test_quantised_mutants_are_caught() -> None:
@@ -191,4 +192,8 @@ def test_values_of_every_kind() -> None:
             assert x.dtype == dtype
             assert bool(x.isfinite().all()) == (kind != "specials")
             if kind == "tiny":
-                assert 0 < x.abs().max().item() < 2 * torch.finfo(dtype).smallest_normal * (256 if dtype != torch.float16 else 1)
+                assert (
+                    0
+                    < x.abs().max().item()
+                    < 2 * torch.finfo(dtype).smallest_normal * (256 if dtype != torch.float16 else 1)
+                )

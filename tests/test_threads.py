@@ -53,7 +53,9 @@ def calls(m: int, n: int, k: int) -> dict[str, Call]:
     for dtype in (torch.uint8, torch.int8):
         info = torch.iinfo(dtype)
         x8 = torch.randint(info.min, info.max + 1, (m, k), generator=generator, dtype=dtype)
-        made[f"qlinear {dtype}"] = lambda x8=x8: (ops.qlinear(x8, scale, zero, packed8, n, bias, out_dtype=torch.float),)
+        made[f"qlinear {dtype}"] = lambda x8=x8: (
+            ops.qlinear(x8, scale, zero, packed8, n, bias, out_dtype=torch.float),
+        )
     return made
 
 

@@ -8,19 +8,9 @@
 #pragma once
 
 #include "kernels/packed.h"
-#include "kernels/types.h"
+#include "tiles/types.h"
 
 namespace xopt {
-
-// Rows of A: row r lies at (r / inner_rows) * outer_stride + (r % inner_rows) * row_stride elements; k is contiguous.
-// One level of merging lets a [batch, seq, k] slice of a larger tensor be read where it stands.
-struct RowsView {
-  const void* data = nullptr;
-  DType dtype = DType::f32;
-  int64_t inner_rows = 1;  // rows before outer_stride is taken
-  int64_t row_stride = 0;
-  int64_t outer_stride = 0;
-};
 
 // A vector over the output columns, or nullptr.
 struct ColumnVector {

@@ -12,14 +12,9 @@
 // A gated pair has its two weights in one panel: tile 0 holds 16 columns of the gate, tile 1 the same 16 of `up`.
 #pragma once
 
-#include "kernels/types.h"
+#include "tiles/layout.h"
 
 namespace xopt {
-
-inline constexpr int64_t kPanelColumns = 32;
-inline constexpr int64_t kTileColumns = 16;
-inline constexpr int64_t kTileRows = 16;
-inline constexpr int64_t kTileBytes = 1024;
 
 struct PackedHeader {
   char magic[8];      // "xoptpack"
@@ -35,10 +30,6 @@ struct PackedHeader {
   uint32_t checksum;  // FNV-1a of the 60 bytes before it
 };
 static_assert(sizeof(PackedHeader) == 64);
-
-constexpr int64_t packed_group(DType dtype) { return 4 / dtype_size(dtype); }
-constexpr int64_t packed_tile_k(DType dtype) { return kTileRows * packed_group(dtype); }
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Panels hold n columns, or 16 of each of the two weights of a gated pair.
 constexpr int64_t packed_panels(int64_t n, bool gated) {

@@ -14,7 +14,7 @@
 #include <string_view>
 #include <utility>
 
-#include "kernels/types.h"
+#include "tiles/types.h"
 
 namespace xopt::ops {
 

@@ -32,6 +32,7 @@ struct TileBlock {
   using Scope = TileScope;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 32;
+  static constexpr bool kBackground = true;
   static constexpr bool kEvenRows = false;
   static constexpr int64_t kTileK = kTileRows * 4 / static_cast<int64_t>(sizeof(A));
   static constexpr int64_t kMaxTiles = 16;
@@ -50,15 +51,19 @@ struct TileBlock {
     }                                                             \
   } while (false)
 
-  static void run(int64_t rows, const BlockCall& call) {
-    if (rows > kTileRows) {
-      two_row_tiles(call);
+  template <class Between>
+  static void run(int64_t rows, const BlockCall& call, Between& between) {
+    if (call.k_tiles == 0) {
+      __builtin_memset(call.acc, 0, kRows * kPanelColumns * 4);
+    } else if (rows > kTileRows) {
+      two_row_tiles(call, between);
     } else {
-      one_row_tile(call);
+      one_row_tile(call, between);
     }
   }
 
-  static void two_row_tiles(const BlockCall& call) {
+  template <class Between>
+  static void two_row_tiles(const BlockCall& call, Between& between) {
     constexpr int64_t kRowBytes = kPanelColumns * 4;
     auto* acc = static_cast<uint8_t*>(call.acc);
     if (call.accumulate) {
@@ -72,11 +77,10 @@ struct TileBlock {
       XOPT_TILE_ZERO(2);
       XOPT_TILE_ZERO(3);
     }
-    const int64_t stride = call.a_stride;
+    constexpr int64_t stride = kStride * static_cast<int64_t>(sizeof(A));
     const auto* a0 = static_cast<const uint8_t*>(call.a);
     const uint8_t* a1 = a0 + kTileRows * stride;
     const uint8_t* b = call.b;
-    Prefetcher prefetcher(call);
     XOPT_TILE_LOAD(4, a0, stride);
     XOPT_TILE_STREAM(6, b, 64);
     XOPT_TILE_LOAD(5, a1, stride);
@@ -93,20 +97,21 @@ struct TileBlock {
       XOPT_DOT(3, 5, 7);
       XOPT_TILE_LOAD(5, a1, stride);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
-      prefetcher.step();
+      between.step();
     }
     XOPT_DOT(0, 4, 6);
     XOPT_DOT(1, 4, 7);
     XOPT_DOT(2, 5, 6);
     XOPT_DOT(3, 5, 7);
-    prefetcher.step();
+    between.step();
     XOPT_TILE_STORE(0, acc, kRowBytes);
     XOPT_TILE_STORE(1, acc + 64, kRowBytes);
     XOPT_TILE_STORE(2, acc + kTileRows * kRowBytes, kRowBytes);
     XOPT_TILE_STORE(3, acc + kTileRows * kRowBytes + 64, kRowBytes);
   }
 
-  static void one_row_tile(const BlockCall& call) {
+  template <class Between>
+  static void one_row_tile(const BlockCall& call, Between& between) {
     constexpr int64_t kRowBytes = kPanelColumns * 4;
     auto* acc = static_cast<uint8_t*>(call.acc);
     if (call.accumulate) {
@@ -118,14 +123,13 @@ struct TileBlock {
     }
     const auto* a = static_cast<const uint8_t*>(call.a);
     const uint8_t* b = call.b;
-    Prefetcher prefetcher(call);
     for (int64_t t = 0; t < call.k_tiles; ++t, a += 64, b += 2 * kTileBytes) {
-      XOPT_TILE_LOAD(4, a, call.a_stride);
+      XOPT_TILE_LOAD(4, a, kStride * static_cast<int64_t>(sizeof(A)));
       XOPT_TILE_STREAM(6, b, 64);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
       XOPT_DOT(0, 4, 6);
       XOPT_DOT(1, 4, 7);
-      prefetcher.step();
+      between.step();
     }
     XOPT_TILE_STORE(0, acc, kRowBytes);
     XOPT_TILE_STORE(1, acc + 64, kRowBytes);

@@ -40,6 +40,7 @@ struct FmaBlock {
   using Round = typename Weight::Round;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 6;
+  static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr int64_t kTileK = kTileRows * Weight::kGroup;
   static constexpr int64_t kMaxTiles = 384 / kTileK;
@@ -47,10 +48,9 @@ struct FmaBlock {
   static constexpr int32_t kOffset = 0;
   struct Scope {};
 
-  template <int R>
-  static void block(const BlockCall& call) {
+  template <int R, class Between>
+  static void block(const BlockCall& call, Between& between) {
     const auto* a = static_cast<const float*>(call.a);
-    Prefetcher prefetcher(call);
     for (int half = 0; half < 2; ++half) {
       float* out = static_cast<float*>(call.acc) + kTileColumns * half;
       const uint8_t* b = call.b + kTileBytes * half;
@@ -59,7 +59,7 @@ struct FmaBlock {
         for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 8 * v) : set1(0.0F);
       }
       for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
-        if (half == 0) prefetcher.step();
+        if (half == 0) between.step();
         const float* ak = a + t * kTileK;
         for (int j = 0; j < kTileRows; ++j) {
           for (int g = 0; g < Weight::kGroup; ++g) {
@@ -90,6 +90,7 @@ struct Int8Block {
   using Round = Source;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 3;
+  static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr int64_t kTileK = kTileRows * 4;
   static constexpr int64_t kMaxTiles = 768 / kTileK;
@@ -97,8 +98,8 @@ struct Int8Block {
   static constexpr int32_t kOffset = 0;
   struct Scope {};
 
-  template <int R>
-  static void block(const BlockCall& call) {
+  template <int R, class Between>
+  static void block(const BlockCall& call, Between& between) {
     const auto* a = static_cast<const A*>(call.a);
     for (int half = 0; half < 2; ++half) {
       int32_t* out = static_cast<int32_t*>(call.acc) + kTileColumns * half;
@@ -108,6 +109,7 @@ struct Int8Block {
         for (auto& v : row) v = _mm256_setzero_si256();
       }
       for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
+        if (half == 0) between.step();
         for (int j = 0; j < kTileRows; ++j) {
           for (int v = 0; v < 4; ++v) {
             const __m256i w =

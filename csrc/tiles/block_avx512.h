@@ -47,6 +47,7 @@ struct FmaBlock {
   using Round = typename Weight::Round;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = Weight::kRows;
+  static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr int64_t kTileK = kTileRows * Weight::kGroup;
   static constexpr int64_t kMaxTiles = 384 / kTileK;
@@ -54,18 +55,17 @@ struct FmaBlock {
   static constexpr int32_t kOffset = 0;
   struct Scope {};
 
-  template <int R>
-  static void block(const BlockCall& call) {
+  template <int R, class Between>
+  static void block(const BlockCall& call, Between& between) {
     const auto* a = static_cast<const float*>(call.a);
     auto* out = static_cast<float*>(call.acc);
     const uint8_t* b = call.b;
-    Prefetcher prefetcher(call);
     F acc[R][2];
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 16 * v) : set1(0.0F);
     }
     for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
-      prefetcher.step();
+      between.step();
 #pragma GCC unroll 4
       for (int j = 0; j < kTileRows; ++j) {
         for (int g = 0; g < Weight::kGroup; ++g) {
@@ -122,6 +122,7 @@ struct DotBlock {
   using Round = typename Dot::Round;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 14;
+  static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr int64_t kGroup = 4 / static_cast<int64_t>(sizeof(A));
   static constexpr int64_t kTileK = kTileRows * kGroup;
@@ -130,12 +131,11 @@ struct DotBlock {
   static constexpr int32_t kOffset = Dot::kOffset;
   struct Scope {};
 
-  template <int R>
-  static void block(const BlockCall& call) {
+  template <int R, class Between>
+  static void block(const BlockCall& call, Between& between) {
     const auto* a = static_cast<const A*>(call.a);
     auto* out = static_cast<int32_t*>(call.acc);
     const uint8_t* b = call.b;
-    Prefetcher prefetcher(call);
     __m512i acc[R][2];
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < 2; ++v) {
@@ -143,7 +143,7 @@ struct DotBlock {
       }
     }
     for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
-      prefetcher.step();
+      between.step();
 #pragma GCC unroll 4
       for (int j = 0; j < kTileRows; ++j) {
         const __m512i b0 = _mm512_loadu_si512(b + 64 * j), b1 = _mm512_loadu_si512(b + kTileBytes + 64 * j);
@@ -172,6 +172,7 @@ struct Int8Block {
   using Round = Source;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 6;
+  static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr int64_t kTileK = kTileRows * 4;
   static constexpr int64_t kMaxTiles = 768 / kTileK;
@@ -179,8 +180,8 @@ struct Int8Block {
   static constexpr int32_t kOffset = 0;
   struct Scope {};
 
-  template <int R>
-  static void block(const BlockCall& call) {
+  template <int R, class Between>
+  static void block(const BlockCall& call, Between& between) {
     const auto* a = static_cast<const A*>(call.a);
     auto* out = static_cast<int32_t*>(call.acc);
     __m512i acc[R][4];
@@ -189,6 +190,7 @@ struct Int8Block {
     }
     const uint8_t* b = call.b;
     for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
+      between.step();
       for (int j = 0; j < kTileRows; ++j) {
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) {

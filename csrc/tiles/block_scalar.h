@@ -13,6 +13,7 @@ struct ScalarBlock {
   using Round = RoundType;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 4;
+  static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr int64_t kGroup = 4 / static_cast<int64_t>(sizeof(W));
   static constexpr int64_t kTileK = kTileRows * kGroup;
@@ -28,7 +29,8 @@ struct ScalarBlock {
     return load(w);
   }
 
-  static void run(int64_t rows, const BlockCall& call) {
+  template <class Between>
+  static void run(int64_t rows, const BlockCall& call, Between&) {
     auto* acc = static_cast<AccType*>(call.acc);
     const auto* b = reinterpret_cast<const W*>(call.b);
     const auto* a = static_cast<const A*>(call.a);

@@ -5,7 +5,7 @@
 // one) serves linear layers; a convolution adds padding and a sliding window and leaves the rest as it is.
 #pragma once
 
-#include "kernels/gemm.h"
+#include "tiles/types.h"
 #include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {

@@ -1,4 +1,4 @@
-// The few types that cross the line between ops and kernels. No torch, no STL containers.
+// The few types that all native code shares. No torch, no STL containers.
 #pragma once
 
 #include <cstddef>
@@ -28,5 +28,15 @@ enum class Activation : uint8_t {
 
 enum class Binary : uint8_t { none, add, mul };
 enum class Norm : uint8_t { none, layer_norm, rms_norm };
+
+// Rows of A: row r lies at (r / inner_rows) * outer_stride + (r % inner_rows) * row_stride elements; k is contiguous.
+// One level of merging lets a [batch, seq, k] slice of a larger tensor be read where it stands.
+struct RowsView {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t inner_rows = 1;  // rows before outer_stride is taken
+  int64_t row_stride = 0;
+  int64_t outer_stride = 0;
+};
 
 }  // namespace xopt

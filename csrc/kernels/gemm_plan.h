@@ -1,0 +1,66 @@
+// How a call is cut up: block sizes, k blocks, and the threads' grid. Pure arithmetic.
+#pragma once
+
+#include "kernels/gemm.h"
+#include "runtime/parallel.h"
+#include "tiles/vector.h"
+
+namespace xopt::XOPT_ISA {
+
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+XOPT_INLINE Range share(int64_t total, int64_t parts, int64_t part) {
+  return {total * part / parts, total * (part + 1) / parts};
+}
+XOPT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class Block>
+struct GemmPlan {
+  // Panels whose slice of weights stays in L2 together, and rows whose copy of A and partial sums do.
+  static constexpr int64_t kChunkPanels = 8;
+  static constexpr int64_t kChunkRows = sizeof(typename Block::A) == 4 ? 224 : 256;
+
+  explicit GemmPlan(const GemmCall& call) {
+    const PackedWeight& w = call.weight;
+    const int64_t least_blocks = ceil_div(call.m, Block::kRows);
+    block_rows = Block::kEvenRows ? ceil_div(call.m, least_blocks) : Block::kRows;
+    row_blocks = ceil_div(call.m, block_rows);
+    chunk_blocks = maximum<int64_t>(1, kChunkRows / block_rows);
+    // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
+    k_block_tiles = maximum<int64_t>(1, ceil_div(w.k_tiles, maximum<int64_t>(1, ceil_div(w.k_tiles, Block::kMaxTiles))));
+    k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
+    max_threads = xopt::max_threads();
+    choose_grid(w.panels);
+  }
+
+  int64_t rows_of(int64_t row_block, int64_t m) const { return minimum(block_rows, m - row_block * block_rows); }
+  int64_t tiles_of(int64_t k_block, int64_t k_tiles) const {
+    return minimum(k_block_tiles, k_tiles - k_block * k_block_tiles);
+  }
+
+  int64_t block_rows, row_blocks, chunk_blocks;
+  int64_t k_block_tiles, k_blocks;
+  int64_t max_threads, grid_rows = 1, grid_panels = 1;
+
+ private:
+  // The split of threads into rows x panels that is done first, by a rough count of cycles: a block step costs about
+  // 80, copying A's share of it 50, bringing in a step's weights 100.
+  void choose_grid(int64_t panels) {
+    int64_t best_cost = INT64_MAX;
+    for (int64_t rows = 1; rows <= minimum(max_threads, row_blocks); ++rows) {
+      const int64_t columns = minimum(max_threads / rows, panels);
+      const int64_t r = ceil_div(row_blocks, rows), p = ceil_div(panels, columns);
+      const int64_t cost = r * p * 80 + r * 50 + p * 100;
+      if (cost < best_cost) {
+        best_cost = cost;
+        grid_rows = rows;
+        grid_panels = columns;
+      }
+    }
+  }
+};
+
+}  // namespace xopt::XOPT_ISA
