@@ -77,7 +77,7 @@ check:
 	command -v $(PYTHON) > /dev/null || fail "no Python: install Python 3.10 or later, or name it: make PYTHON=..."; \
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || fail "$$($(PYTHON) --version 2>&1) is too old: install Python 3.10 or later, or name it: make PYTHON=..."; \
-	$(PYTHON) -c 'import venv, ensurepip' 2> /dev/null \
+	test -z "$(VENV)" || $(PYTHON) -c 'import venv, ensurepip' 2> /dev/null \
 	  || fail "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: python3-venv)"; \
 	$(PYTHON) -c 'import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2> /dev/null \
 	  || fail "$(PYTHON) has no C headers: install them (Debian, Ubuntu: python3-dev; Fedora: python3-devel)"; \

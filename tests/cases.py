@@ -32,7 +32,7 @@ FLOATS = ("f32", "bf16", "f16")
 EDGES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129)
 # Around the sizes of blocks of them.
 LARGE = (191, 193, 255, 256, 257, 300, 383, 385, 511, 513, 700, 768, 1023, 1025, 1537, 2049, 3072, 4097)
-WORK_LIMIT = 4_000_000  # products of a case: a float64 reference of that size costs a few milliseconds
+WORK_LIMIT = 2_500_000  # products of a case: a float64 reference of that size costs a few milliseconds
 
 
 def pick(rng: random.Random, weights: dict[T, int]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-BATCHES = 6
+BATCHES = 4
 BATCH_SIZE = 100
 FUZZ_BATCHES = 40
 FUZZ_BATCH_SIZE = 500

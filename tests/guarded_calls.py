@@ -6,7 +6,6 @@ Prints what it is about to do, so that after a fault the last line tells which c
 from __future__ import annotations
 
 import ctypes
-import itertools
 import sys
 from collections.abc import Callable
 
@@ -19,7 +18,17 @@ Tensor = torch.Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Rows around a tile and the small-row path, columns around a tile and a panel, sums around a tile of each dtype.
 SIZES = [
-    *itertools.product((1, 3, 17), (1, 15, 17, 33), (1, 31, 33, 65)),
+    *(
+        (1, 1, 1),
+        (1, 15, 65),
+        (1, 33, 31),
+        (3, 1, 33),
+        (3, 17, 1),
+        (3, 31, 63),
+        (17, 33, 33),
+        (17, 17, 65),
+        (17, 1, 31),
+    ),
     *((4, 32, 64), (5, 16, 128), (16, 64, 32), (33, 48, 127), (2, 40, 1025), (130, 7, 3), (40, 300, 259)),
 ]
 

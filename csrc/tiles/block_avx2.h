@@ -55,7 +55,9 @@ struct FmaBlock {
       float* out = static_cast<float*>(call.acc) + kTileColumns * half;
       const uint8_t* b = call.b + kTileBytes * half;
       F acc[R][2];
+#pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 8 * v) : set1(0.0F);
       }
       for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
@@ -73,7 +75,9 @@ struct FmaBlock {
           }
         }
       }
+#pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) store(out + r * kPanelColumns + 8 * v, acc[r][v]);
       }
     }
@@ -105,15 +109,19 @@ struct Int8Block {
       int32_t* out = static_cast<int32_t*>(call.acc) + kTileColumns * half;
       const uint8_t* b = call.b + kTileBytes * half;
       __m256i acc[R][4];
-      for (auto& row : acc) {
-        for (auto& v : row) v = _mm256_setzero_si256();
+#pragma GCC unroll 3
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) acc[r][v] = _mm256_setzero_si256();
       }
       for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
         if (half == 0) between.step();
         for (int j = 0; j < kTileRows; ++j) {
+#pragma GCC unroll 4
           for (int v = 0; v < 4; ++v) {
             const __m256i w =
                 _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + 64 * j + 16 * v)));
+#pragma GCC unroll 3
             for (int r = 0; r < R; ++r) {
               long long group;
               __builtin_memcpy(&group, a + r * kStride + t * kTileK + 4 * j, 8);
@@ -122,7 +130,9 @@ struct Int8Block {
           }
         }
       }
+#pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
           const __m256i pairs = _mm256_hadd_epi32(acc[r][2 * v], acc[r][2 * v + 1]);
           __m256i sum = _mm256_permute4x64_epi64(pairs, 0xd8);

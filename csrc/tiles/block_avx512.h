@@ -61,12 +61,13 @@ struct FmaBlock {
     auto* out = static_cast<float*>(call.acc);
     const uint8_t* b = call.b;
     F acc[R][2];
+#pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 16 * v) : set1(0.0F);
     }
     for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
       between.step();
-#pragma GCC unroll 4
       for (int j = 0; j < kTileRows; ++j) {
         for (int g = 0; g < Weight::kGroup; ++g) {
           const F b0 = Weight::get(b + 64 * j, g), b1 = Weight::get(b + kTileBytes + 64 * j, g);
@@ -79,7 +80,9 @@ struct FmaBlock {
         }
       }
     }
+#pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) store(out + r * kPanelColumns + 16 * v, acc[r][v]);
     }
   }
@@ -95,7 +98,10 @@ struct DotU8S8 {
   using Acc = int32_t;
   using Round = Source;
   static constexpr int32_t kOffset = Offset;
-  static XOPT_INLINE __m512i dot(__m512i acc, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(acc, a, b); }
+  static XOPT_INLINE void dot(__m512i& acc, __m512i a, __m512i b) {
+    // Not the intrinsic: GCC 12 copies its accumulator before each product and spills half of them.
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  }
 };
 #endif
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
@@ -104,12 +110,11 @@ struct DotBf16 {
   using Acc = float;
   using Round = Bf16;
   static constexpr int32_t kOffset = 0;
-  static XOPT_INLINE __m512i dot(__m512i acc, __m512i a, __m512i b) {
+  static XOPT_INLINE void dot(__m512i& acc, __m512i a, __m512i b) {
 #ifdef XOPT_EMULATE
-    return _mm512_castps_si512(emulated_dpbf16(_mm512_castsi512_ps(acc), a, b));
+    acc = _mm512_castps_si512(emulated_dpbf16(_mm512_castsi512_ps(acc), a, b));
 #else
-    return _mm512_castps_si512(
-        _mm512_dpbf16_ps(_mm512_castsi512_ps(acc), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+    asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));  // not the intrinsic, as above
 #endif
   }
 };
@@ -137,14 +142,15 @@ struct DotBlock {
     auto* out = static_cast<int32_t*>(call.acc);
     const uint8_t* b = call.b;
     __m512i acc[R][2];
+#pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
         acc[r][v] = call.accumulate ? _mm512_loadu_si512(out + r * kPanelColumns + 16 * v) : _mm512_setzero_si512();
       }
     }
     for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
       between.step();
-#pragma GCC unroll 4
       for (int j = 0; j < kTileRows; ++j) {
         const __m512i b0 = _mm512_loadu_si512(b + 64 * j), b1 = _mm512_loadu_si512(b + kTileBytes + 64 * j);
 #pragma GCC unroll 14
@@ -152,12 +158,14 @@ struct DotBlock {
           int group;
           __builtin_memcpy(&group, a + r * kStride + j * kGroup, 4);
           const __m512i x = _mm512_set1_epi32(group);
-          acc[r][0] = Dot::dot(acc[r][0], x, b0);
-          acc[r][1] = Dot::dot(acc[r][1], x, b1);
+          Dot::dot(acc[r][0], x, b0);
+          Dot::dot(acc[r][1], x, b1);
         }
       }
     }
+#pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) _mm512_storeu_si512(out + r * kPanelColumns + 16 * v, acc[r][v]);
     }
   }
@@ -185,8 +193,10 @@ struct Int8Block {
     const auto* a = static_cast<const A*>(call.a);
     auto* out = static_cast<int32_t*>(call.acc);
     __m512i acc[R][4];
-    for (auto& row : acc) {
-      for (auto& v : row) v = _mm512_setzero_si512();
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) acc[r][v] = _mm512_setzero_si512();
     }
     const uint8_t* b = call.b;
     for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
@@ -207,7 +217,9 @@ struct Int8Block {
     }
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+#pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
         __m512i sum = _mm512_add_epi32(_mm512_permutex2var_epi32(acc[r][2 * v], even, acc[r][2 * v + 1]),
                                        _mm512_permutex2var_epi32(acc[r][2 * v], odd, acc[r][2 * v + 1]));

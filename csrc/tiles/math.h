@@ -4,13 +4,16 @@
 #pragma once
 
 #include "tiles/types.h"
+#include "tiles/normal_table.h"
 #include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {
 
+// Flushes to zero below e^-87 and overflows above e^88.37: in between no step makes a denormal, whose handling by
+// microcode would cost more than the whole function.
 XOPT_INLINE F exp(F x) {
-  constexpr float kOverflow = 88.722839F, kUnderflow = -87.33654F;
-  const F inside = min(set1(kOverflow), max(set1(kUnderflow), x));  // keeps NaN: it is the second operand
+  constexpr float kLargest = 88.37F, kSmallest = -87.0F;
+  const F inside = min(set1(kLargest), max(set1(kSmallest), x));  // keeps NaN: it is the second operand
   const F n = round_even(mul(inside, set1(1.44269504F)));
   F r = fma(n, set1(-0.693359375F), inside);  // ln 2 in two parts, the first exact in few bits
   r = fma(n, set1(2.12194440e-4F), r);
@@ -21,11 +24,8 @@ XOPT_INLINE F exp(F x) {
   p = fma(p, r, set1(0.5F));
   p = fma(p, r, set1(1.0F));
   p = fma(p, r, set1(1.0F));
-  // 2^n in two steps: n may be 128 just below the overflow, which no normal float holds.
-  const F half = sub(n, set1(1.0F));
-  F y = add(scale_exponent(p, half), scale_exponent(p, half));
-  y = select_less(set1(kOverflow), x, set1(__builtin_inff()), y);
-  return select_less(x, set1(kUnderflow), set1(0.0F), y);
+  const F y = select_less(set1(kLargest), x, set1(__builtin_inff()), scale_exponent(p, n));
+  return select_less(x, set1(kSmallest), set1(0.0F), y);
 }
 
 XOPT_INLINE F sigmoid(F x) { return div(set1(1.0F), add(set1(1.0F), exp(sub(set1(0.0F), x)))); }
@@ -43,7 +43,24 @@ XOPT_INLINE F tanh(F x) {
   return copy_sign(select_less(magnitude, set1(0.25F), small, large), x);
 }
 
-// The standard normal distribution minus a half, of |x|: half of erf(|x| / sqrt(2)).
+// The standard normal distribution minus a half, of |x|: half of erf(|x| / sqrt(2)). Exactly a half from 16/3 on, so that
+// the gelu of an infinity is what torch makes of it.
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+// By table: 15 instructions, a third of what exp and a division cost.
+XOPT_INLINE F look_up(const float* table, __m512i index) {
+  return _mm512_permutex2var_ps(_mm512_load_ps(table), index, _mm512_load_ps(table + 16));
+}
+XOPT_INLINE F half_erf_of_magnitude(F magnitude) {
+  const F position = min(set1(31.999998F), mul(magnitude, set1(6.0F)));  // keeps NaN
+  const __m512i index = _mm512_cvttps_epi32(position);
+  const F t = sub(position, _mm512_cvtepi32_ps(index));
+  F p = look_up(kNormalC3, index);
+  p = fma(p, t, look_up(kNormalC2, index));
+  p = fma(p, t, look_up(kNormalC1, index));
+  p = fma(p, t, look_up(kNormalC0, index));
+  return select_less(set1(16.0F / 3.0F), magnitude, set1(0.5F), p);
+}
+#else
 // erf(z) = 1 - t (a1 + t (a2 + ...)) exp(-z^2), t = 1 / (1 + p z): Abramowitz and Stegun 7.1.26.
 XOPT_INLINE F half_erf_of_magnitude(F magnitude) {
   const F z = mul(magnitude, set1(0.70710678F));
@@ -56,6 +73,7 @@ XOPT_INLINE F half_erf_of_magnitude(F magnitude) {
   const F e = exp(mul(mul(z, z), set1(-1.0F)));
   return mul(set1(0.5F), sub(set1(1.0F), mul(mul(p, t), e)));
 }
+#endif
 
 XOPT_INLINE F gelu_erf(F x) { return mul(x, add(set1(0.5F), copy_sign(half_erf_of_magnitude(abs(x)), x))); }
 

@@ -46,7 +46,7 @@ XOPT_INLINE F copy_sign(F magnitude, F sign) {
 // a < b ? x : y
 XOPT_INLINE F select_less(F a, F b, F x, F y) { return a < b ? x : y; }
 // x * 2^n for n integral and the result normal or zero.
-XOPT_INLINE F scale_exponent(F x, F n) { return std::ldexp(x, static_cast<int>(n)); }
+XOPT_INLINE F scale_exponent(F x, F n) { return std::ldexp(x, n == n ? static_cast<int>(n) : 0); }
 XOPT_INLINE F round_even(F a) { return std::nearbyint(a); }
 XOPT_INLINE F sqrt(F a) { return std::sqrt(a); }
 XOPT_INLINE float reduce_add(F a) { return a; }
