@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from _pytest.terminal import TerminalReporter
 
 BATCHES = 4
 BATCH_SIZE = 100
@@ -48,3 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if "case_batch" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """What could not be proven on this machine is said at the end, not only in the list of skipped tests."""
+    skipped = terminalreporter.getreports("skipped")
+    missing = sorted({str(report.longrepr[2]) for report in skipped if "NOT RUN" in str(report.longrepr)})
+    for reason in missing:
+        terminalreporter.write_line(reason.removeprefix("Skipped: "), yellow=True, bold=True)

@@ -164,7 +164,7 @@ def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytes
 def test_missing_matplotlib_is_said_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["kernels", "--plot", "a.png"]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
 

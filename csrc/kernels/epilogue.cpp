@@ -139,9 +139,9 @@ EpilogueFn* select_out(const GemmCall& call) {
 template <class Acc>
 void select_epilogue(const GemmCall& call, EpilogueFn** chosen) {
   switch (call.epilogue.activation) {
-#define XOPT_ACTIVATION(NAME)                                 \
-  case Activation::NAME:                                      \
-    *chosen = select_out<Acc, Activation::NAME>(call);        \
+#define XOPT_ACTIVATION(NAME)                          \
+  case Activation::NAME:                               \
+    *chosen = select_out<Acc, Activation::NAME>(call); \
     return;
     XOPT_ACTIVATION(none)
     XOPT_ACTIVATION(relu)
@@ -179,8 +179,7 @@ void row_norm(const GemmCall& call, const float* values, int64_t first_row, int6
     }
     float square_sum = reduce_add(squares);
     for (; i < n; ++i) square_sum += (x[i] - mean) * (x[i] - mean);
-    const F scale =
-        div(set1(1.0F), sqrt(set1(square_sum / static_cast<float>(n) + e.norm_eps)));
+    const F scale = div(set1(1.0F), sqrt(set1(square_sum / static_cast<float>(n) + e.norm_eps)));
     const int64_t out_row = (first_row + row) * e.out_row_stride;
     for (i = 0; i < n; i += kWidth) {
       const F value = load_first(x + i, n - i);

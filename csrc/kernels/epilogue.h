@@ -9,11 +9,11 @@ namespace xopt {
 // A block of one panel: `acc` holds rows of 32 values (kPanelColumns apart), in L1 when things go well.
 struct EpilogueBlock {
   const void* acc;
-  int64_t row;       // row of the output that the block's first row is
-  int64_t out_row;   // the same, as a row of epilogue.out (they differ where `out` is a scratch for a few rows)
-  int64_t panel;     // column 0 is packed column panel * 32
-  int64_t column;    // output column of column 0
-  int64_t columns;   // how many of the output exist: at most 32, or 16 of a gated pair
+  int64_t row;              // row of the output that the block's first row is
+  int64_t out_row;          // the same, as a row of epilogue.out (they differ where `out` is a scratch for a few rows)
+  int64_t panel;            // column 0 is packed column panel * 32
+  int64_t column;           // output column of column 0
+  int64_t columns;          // how many of the output exist: at most 32, or 16 of a gated pair
   const int32_t* row_sums;  // int8 weights with zero points: the sum of A's row, per row of the block
   int32_t a_offset;         // int8: what was added to A's values on their way in
 };

@@ -57,7 +57,11 @@ class GemmThread {
  public:
   // `out_row_offset`: the output row that row 0 of epilogue.out is.
   GemmThread(const GemmCall& call, const GemmPlan<Block>& plan, EpilogueFn* epilogue, int64_t out_row_offset)
-      : call_(call), w_(call.weight), plan_(plan), view_(call.a, call.weight.k), out_row_offset_(out_row_offset),
+      : call_(call),
+        w_(call.weight),
+        plan_(plan),
+        view_(call.a, call.weight.k),
+        out_row_offset_(out_row_offset),
         background_(epilogue) {}
 
   void compute(Range rows, Range panels) {
@@ -129,9 +133,7 @@ class GemmThread {
     return copier;
   }
 
-  uint8_t* a_copy(int64_t rb, int64_t kb) const {
-    return a_ + (kb * rows_.size() + rb - rows_.begin) * kBlockBytes;
-  }
+  uint8_t* a_copy(int64_t rb, int64_t kb) const { return a_ + (kb * rows_.size() + rb - rows_.begin) * kBlockBytes; }
 
   uint8_t* acc(int64_t rb, int64_t panel) const {
     if (acc_blocks_ == 1) return acc_ + (odd_chunk_ ? kAccBytes : 0);
@@ -198,8 +200,7 @@ class GemmThread {
     if (rows.size() == 0) return;
     const int64_t size = dtype_size(call_.a.dtype);
     const Run run = view_.run(rb * plan_.block_rows + rows.begin, kb * plan_.k_block_tiles * Block::kTileK);
-    background_.prefetches.add(
-        {run.data, Block::kTileK * size, call_.a.row_stride * size, rows.size(), false});
+    background_.prefetches.add({run.data, Block::kTileK * size, call_.a.row_stride * size, rows.size(), false});
   }
 
   // The lines that the epilogue will write after this block, and those of `other` that it will read.
@@ -214,7 +215,8 @@ class GemmThread {
     };
     const int64_t row = rb * plan_.block_rows;
     add(e.out, e.out_dtype, row - out_row_offset_, e.out_row_stride, true);
-    if (e.binary != Binary::none && e.other_row_stride != 0) add(e.other, e.other_dtype, row, e.other_row_stride, false);
+    if (e.binary != Binary::none && e.other_row_stride != 0)
+      add(e.other, e.other_dtype, row, e.other_row_stride, false);
   }
 
   const GemmCall& call_;

@@ -30,7 +30,8 @@ struct GemmPlan {
     row_blocks = ceil_div(call.m, block_rows);
     chunk_blocks = maximum<int64_t>(1, kChunkRows / block_rows);
     // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
-    k_block_tiles = maximum<int64_t>(1, ceil_div(w.k_tiles, maximum<int64_t>(1, ceil_div(w.k_tiles, Block::kMaxTiles))));
+    k_block_tiles =
+        maximum<int64_t>(1, ceil_div(w.k_tiles, maximum<int64_t>(1, ceil_div(w.k_tiles, Block::kMaxTiles))));
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
     max_threads = xopt::max_threads();
     choose_grid(w.panels);

@@ -17,15 +17,15 @@
 namespace xopt {
 
 struct PackedHeader {
-  char magic[8];      // "xoptpack"
-  uint16_t version;   // 1
+  char magic[8];     // "xoptpack"
+  uint16_t version;  // 1
   DType dtype;
-  uint8_t gated;      // 0 or 1
+  uint8_t gated;  // 0 or 1
   uint8_t has_zero_point;
   uint8_t reserved[11];
-  int64_t n;          // output features (of one of the two, if gated)
-  int64_t k;          // input features
-  int64_t bytes;      // of the whole, header included
+  int64_t n;      // output features (of one of the two, if gated)
+  int64_t k;      // input features
+  int64_t bytes;  // of the whole, header included
   uint8_t unused[12];
   uint32_t checksum;  // FNV-1a of the 60 bytes before it
 };
@@ -57,8 +57,8 @@ struct PackedWeight {
   const uint8_t* panel_data;
   // int8 only, else nullptr; indexed by packed column: panel * 32 + column of the panel.
   const float* scale;
-  const int32_t* column_sum;   // of the stored s8 values over k
-  const int32_t* zero_point;   // nullptr if the weight has none
+  const int32_t* column_sum;  // of the stored s8 values over k
+  const int32_t* zero_point;  // nullptr if the weight has none
 };
 
 // ---- Kernels "pack" and "unpack", dtype "any" -------------------------------------------------------------------
@@ -71,21 +71,21 @@ struct MatrixView {
 };
 
 struct PackCall {
-  PackedHeader header;  // filled by packed_header_init
-  MatrixView weight;    // f32, bf16 or f16 into a float pack (rounded to nearest even); s8 into an s8 pack
-  MatrixView up;        // the second weight of a gated pair
-  const float* scale;             // s8: n (or 2n if gated: gate then up) values
-  const int32_t* zero_point;      // s8: likewise, or nullptr
-  void* packed;         // header.bytes bytes
+  PackedHeader header;        // filled by packed_header_init
+  MatrixView weight;          // f32, bf16 or f16 into a float pack (rounded to nearest even); s8 into an s8 pack
+  MatrixView up;              // the second weight of a gated pair
+  const float* scale;         // s8: n (or 2n if gated: gate then up) values
+  const int32_t* zero_point;  // s8: likewise, or nullptr
+  void* packed;               // header.bytes bytes
 };
 void pack_weight(const PackCall& call);
 
 struct UnpackCall {
   const void* packed;
-  void* weight;              // contiguous [n, k] of the packed dtype
-  void* up;                  // gated: the second weight
-  float* scale;              // s8: n or 2n values, else nullptr
-  int32_t* zero_point;       // s8: likewise (zeros if the weight has none)
+  void* weight;         // contiguous [n, k] of the packed dtype
+  void* up;             // gated: the second weight
+  float* scale;         // s8: n or 2n values, else nullptr
+  int32_t* zero_point;  // s8: likewise (zeros if the weight has none)
 };
 void unpack_weight(const UnpackCall& call);
 

@@ -36,8 +36,7 @@ XOPT_INLINE F copy_sign(F magnitude, F sign) {
 XOPT_INLINE F select_less(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 // x * 2^n for n integral and the result normal or zero.
 XOPT_INLINE F scale_exponent(F x, F n) {
-  return _mm256_castsi256_ps(
-      _mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
 XOPT_INLINE F round_even(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 XOPT_INLINE F sqrt(F a) { return _mm256_sqrt_ps(a); }

@@ -76,8 +76,7 @@ XOPT_INLINE void store(Bf16* p, F x) {
   const __m512i rounded =
       _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  const __m256i words =
-      _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, high, _mm512_set1_epi32(0x40)));
+  const __m256i words = _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, high, _mm512_set1_epi32(0x40)));
 #endif
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
 }

@@ -39,26 +39,26 @@ struct Prefetch {
 };
 
 struct BlockCall {
-  const void* a;       // row 0 of the copy at this block's first k
-  const uint8_t* b;    // the panel's first tile at this k; tiles follow each other, 2 KB for each step along k
+  const void* a;     // row 0 of the copy at this block's first k
+  const uint8_t* b;  // the panel's first tile at this k; tiles follow each other, 2 KB for each step along k
   int64_t k_tiles;
-  void* acc;           // rows of 32 float or int32, kPanelColumns apart
-  bool accumulate;     // add to acc instead of overwriting it
+  void* acc;        // rows of 32 float or int32, kPanelColumns apart
+  bool accumulate;  // add to acc instead of overwriting it
 };
 
 // Row counts are template arguments of the vector blocks, so that accumulators are registers.
-#define XOPT_RUN_ROWS(MAX)                                                          \
-  template <class Between>                                                          \
-  static void run(int64_t rows, const BlockCall& call, Between& between) {          \
-    Rows<MAX>::run(rows, call, between);                                            \
-  }                                                                                 \
-  template <int R, class = void>                                                    \
-  struct Rows {                                                                     \
-    template <class Between>                                                        \
-    static void run(int64_t rows, const BlockCall& call, Between& between) {        \
-      if (rows == R) return block<R>(call, between);                                \
-      if constexpr (R > 1) Rows<R - 1>::run(rows, call, between);                   \
-    }                                                                               \
+#define XOPT_RUN_ROWS(MAX)                                                   \
+  template <class Between>                                                   \
+  static void run(int64_t rows, const BlockCall& call, Between& between) {   \
+    Rows<MAX>::run(rows, call, between);                                     \
+  }                                                                          \
+  template <int R, class = void>                                             \
+  struct Rows {                                                              \
+    template <class Between>                                                 \
+    static void run(int64_t rows, const BlockCall& call, Between& between) { \
+      if (rows == R) return block<R>(call, between);                         \
+      if constexpr (R > 1) Rows<R - 1>::run(rows, call, between);            \
+    }                                                                        \
   };
 
 }  // namespace xopt::XOPT_ISA

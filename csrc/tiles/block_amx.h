@@ -40,15 +40,15 @@ struct TileBlock {
   static constexpr int32_t kOffset = 0;
 
   // C, A and B are literals at every use: tile numbers are immediates.
-#define XOPT_DOT(C, A_, B_)                                       \
-  do {                                                            \
-    if constexpr (sizeof(A) == 2) {                               \
-      XOPT_TILE_DOT_BF16(C, A_, B_);                              \
+#define XOPT_DOT(C, A_, B_)                                        \
+  do {                                                             \
+    if constexpr (sizeof(A) == 2) {                                \
+      XOPT_TILE_DOT_BF16(C, A_, B_);                               \
     } else if constexpr (static_cast<A>(-1) < static_cast<A>(0)) { \
-      XOPT_TILE_DOT_S8S8(C, A_, B_);                              \
-    } else {                                                      \
-      XOPT_TILE_DOT_U8S8(C, A_, B_);                              \
-    }                                                             \
+      XOPT_TILE_DOT_S8S8(C, A_, B_);                               \
+    } else {                                                       \
+      XOPT_TILE_DOT_U8S8(C, A_, B_);                               \
+    }                                                              \
   } while (false)
 
   template <class Between>

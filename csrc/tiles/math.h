@@ -3,8 +3,8 @@
 // Absolute errors are under 1e-6 (relative ones under 1e-6 for exp); infinities and NaN come out as in torch.
 #pragma once
 
-#include "tiles/types.h"
 #include "tiles/normal_table.h"
+#include "tiles/types.h"
 #include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {
