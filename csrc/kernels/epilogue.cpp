@@ -2,8 +2,9 @@
 // isa: scalar avx2 avx512 avx512_bf16
 //
 // A routine exists for each activation and each way out that is common (f32, bf16; the others share one that looks at
-// the dtype for every vector), so the inner loop over a row of 32 columns holds no decision but well predicted ones. The
-// block is in L1, so a row costs two loads, the arithmetic and two stores at AVX-512.
+// the dtype for every vector), so the inner loop holds no decision but well predicted ones.
+// Rows are done one after the other across all panels of a strip: the output is written in runs of cache lines, few
+// pages at a time.
 #include "kernels/epilogue.h"
 
 #include "runtime/registry.h"
@@ -48,25 +49,25 @@ XOPT_INLINE void store_out(const Epilogue& e, int64_t index, F x, int64_t count)
   store_any(e.out, e.out_dtype, index, x, count);
 }
 
-// An accumulator vector as real numbers. `column` counts within the panel.
+// An accumulator vector as real numbers. `column` counts packed columns from the strip's first panel on.
 template <class Acc>
-XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueBlock& block, int64_t row, int64_t column) {
-  const int64_t index = row * kPanelColumns + column;
+XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueStrip& strip, int64_t row, int64_t column) {
+  const int64_t index = column / kPanelColumns * strip.acc_panel_stride + row * kPanelColumns + column % kPanelColumns;
   if constexpr (Acc(0.5) != 0) {  // a float, said without <type_traits>
-    return load(static_cast<const float*>(block.acc) + index);
+    return load(static_cast<const float*>(strip.acc) + index);
   } else {
     const Epilogue& e = call.epilogue;
     const PackedWeight& w = call.weight;
-    const int64_t packed_column = block.panel * kPanelColumns + column;
-    I acc = load_int(static_cast<const int32_t*>(block.acc) + index);
-    int32_t a_zero = block.a_offset;
-    const int64_t out_row = block.row + row;
+    const int64_t packed_column = strip.panel * kPanelColumns + column;
+    I acc = load_int(static_cast<const int32_t*>(strip.acc) + index);
+    int32_t a_zero = strip.a_offset;
+    const int64_t out_row = strip.row + row;
     if (e.row_zero_point != nullptr) a_zero += e.row_zero_point[e.row_zero_point_per_row ? out_row : 0];
     if (a_zero != 0) acc = sub_int(acc, mul_int(set1_int(a_zero), load_int(w.column_sum + packed_column)));
     if (w.zero_point != nullptr) {
       // sum (a - a0)(b - b0) = acc - a0 sum(b) - b0 (sum(a) - k a0), with the a and a0 of before the offset.
-      const auto k_a_zero = static_cast<uint32_t>(call.weight.k) * static_cast<uint32_t>(a_zero - block.a_offset);
-      const auto rest = static_cast<int32_t>(static_cast<uint32_t>(block.row_sums[row]) - k_a_zero);
+      const auto k_a_zero = static_cast<uint32_t>(call.weight.k) * static_cast<uint32_t>(a_zero - strip.a_offset);
+      const auto rest = static_cast<int32_t>(static_cast<uint32_t>(strip.row_sums[row]) - k_a_zero);
       acc = sub_int(acc, mul_int(set1_int(rest), load_int(w.zero_point + packed_column)));
     }
     const float row_scale = e.row_scale[e.row_scale_per_row ? out_row : 0];
@@ -75,50 +76,46 @@ XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueBlock& block, int64
 }
 
 template <class Acc, Activation A, Out O>
-void finish_rows(const GemmCall& call, const EpilogueBlock& block, int64_t begin, int64_t end) {
+void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
-  for (int64_t v = 0; v < block.columns; v += kWidth) {
-    const int64_t count = block.columns - v;
-    const bool with_bias = e.bias.data != nullptr;
-    const F bias = with_bias ? load_any(e.bias.data, e.bias.dtype, block.column + v, count) : set1(0.0F);
-    for (int64_t row = begin; row < end; ++row) {
-      F x = dequantise<Acc>(call, block, row, v);
-      if (with_bias) x = add(x, bias);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
+    const int64_t other_row = (strip.row + row) * e.other_row_stride + strip.column;
+    for (int64_t v = 0; v < strip.columns; v += kWidth) {
+      const int64_t count = strip.columns - v;
+      F x = dequantise<Acc>(call, strip, row, v);
+      if (e.bias.data != nullptr) x = add(x, load_any(e.bias.data, e.bias.dtype, strip.column + v, count));
       if (e.binary == Binary::none) {
         x = activate<A>(x, alpha, beta);
       } else {
-        const F other =
-            load_any(e.other, e.other_dtype, (block.row + row) * e.other_row_stride + block.column + v, count);
+        const F other = load_any(e.other, e.other_dtype, other_row + v, count);
         if (e.activation_last) {
           x = activate<A>(combine(e.binary, x, other), alpha, beta);
         } else {
           x = combine(e.binary, activate<A>(x, alpha, beta), other);
         }
       }
-      store_out<O>(e, (block.out_row + row) * e.out_row_stride + block.column + v, x, count);
+      store_out<O>(e, out + v, x, count);
     }
   }
 }
 
-// act(gate) * up: the panel holds 16 columns of each.
+// act(gate) * up: a panel holds 16 columns of each.
 template <class Acc, Activation A, Out O>
-void finish_gated_rows(const GemmCall& call, const EpilogueBlock& block, int64_t begin, int64_t end) {
+void finish_gated_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
-  for (int64_t v = 0; v < block.columns; v += kWidth) {
-    const int64_t count = block.columns - v;
-    const F zero = set1(0.0F);
-    const bool gate_bias = e.bias.data != nullptr, up_bias = e.up_bias.data != nullptr;
-    const F b0 = gate_bias ? load_any(e.bias.data, e.bias.dtype, block.column + v, count) : zero;
-    const F b1 = up_bias ? load_any(e.up_bias.data, e.up_bias.dtype, block.column + v, count) : zero;
-    for (int64_t row = begin; row < end; ++row) {
-      F gate = dequantise<Acc>(call, block, row, v);
-      F up = dequantise<Acc>(call, block, row, kTileColumns + v);
-      if (gate_bias) gate = add(gate, b0);
-      if (up_bias) up = add(up, b1);
-      const F x = mul(activate<A>(gate, alpha, beta), up);
-      store_out<O>(e, (block.out_row + row) * e.out_row_stride + block.column + v, x, count);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
+    for (int64_t v = 0; v < strip.columns; v += kWidth) {
+      const int64_t count = strip.columns - v;
+      const int64_t packed = v / kTileColumns * kPanelColumns + v % kTileColumns;
+      F gate = dequantise<Acc>(call, strip, row, packed);
+      F up = dequantise<Acc>(call, strip, row, packed + kTileColumns);
+      if (e.bias.data != nullptr) gate = add(gate, load_any(e.bias.data, e.bias.dtype, strip.column + v, count));
+      if (e.up_bias.data != nullptr) up = add(up, load_any(e.up_bias.data, e.up_bias.dtype, strip.column + v, count));
+      store_out<O>(e, out + v, mul(activate<A>(gate, alpha, beta), up), count);
     }
   }
 }

@@ -1,4 +1,4 @@
-// What happens to a block of accumulators once its last product is in: the contract of the kernel "epilogue" (dtype
+// What happens to accumulators once their last product is in: the contract of the kernel "epilogue" (dtype
 // f32 or s32, the accumulator's), which picks the routine for a call, and of the kernel "row_norm".
 #pragma once
 
@@ -6,20 +6,22 @@
 
 namespace xopt {
 
-// A block of one panel: `acc` holds rows of 32 values (kPanelColumns apart), in L1 when things go well.
-struct EpilogueBlock {
+// A strip: some rows of one or more neighbouring panels, so that a row of the output is written in one go. `acc` holds
+// rows of 32 values (kPanelColumns apart) for each panel.
+struct EpilogueStrip {
   const void* acc;
-  int64_t row;              // row of the output that the block's first row is
-  int64_t out_row;          // the same, as a row of epilogue.out (they differ where `out` is a scratch for a few rows)
-  int64_t panel;            // column 0 is packed column panel * 32
-  int64_t column;           // output column of column 0
-  int64_t columns;          // how many of the output exist: at most 32, or 16 of a gated pair
-  const int32_t* row_sums;  // int8 weights with zero points: the sum of A's row, per row of the block
-  int32_t a_offset;         // int8: what was added to A's values on their way in
+  int64_t acc_panel_stride;  // elements from one panel's sums to the next's
+  int64_t row;               // row of the output that the strip's first row is
+  int64_t out_row;           // the same, as a row of epilogue.out (they differ where `out` is a scratch for a few rows)
+  int64_t panel;             // the first panel
+  int64_t column;            // output column of its column 0
+  int64_t columns;           // how many of the output there are
+  const int32_t* row_sums;   // int8 weights with zero points: the sum of A's row, per row of the strip
+  int32_t a_offset;          // int8: what was added to A's values on their way in
 };
 
-// Does rows [begin, end) of the block, so that a kernel may spread the work over its multiplications.
-using EpilogueFn = void(const GemmCall& call, const EpilogueBlock& block, int64_t begin, int64_t end);
+// Does rows [begin, end) of the strip, so that a kernel may spread the work over its multiplications.
+using EpilogueFn = void(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end);
 using SelectEpilogueFn = void(const GemmCall& call, EpilogueFn** chosen);
 
 // Rows [begin, end) of `values` (f32, n apart) -> the norm -> epilogue.out, and the values to epilogue.sum if given.

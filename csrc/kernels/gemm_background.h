@@ -1,10 +1,9 @@
-// What a thread does between the products of a block: prefetches, the epilogue of the block before, the copy of the rows
+// What a thread does between the products of a block: prefetches, the epilogue of the rows before, the copy of the rows
 // that come next.
 //
 // A tile product keeps the matrix unit busy for 16 cycles and the rest of the core for one, so this work is nearly free
-// there, while done after the products it cost a quarter of the time: the epilogue alone has to wait for the last product
-// and for the tile stores before its first load (measured on a 768-deep bf16 GEMM). Blocks that multiply on the vector
-// ports have nothing to gain; they finish the epilogue at once.
+// there; done after the products, the epilogue has to wait for the last of them and for the tile stores before its
+// first load. Blocks that multiply on the vector ports have nothing to gain; they finish the epilogue at once.
 #pragma once
 
 #include "kernels/epilogue.h"
@@ -22,8 +21,26 @@ class Prefetches {
   }
 
  private:
-  Prefetch streams_[4];
+  Prefetch streams_[3];
   int count_ = 0;
+};
+
+// Rows to do, spread evenly over steps to come.
+struct PacedRows {
+  int64_t next = 0, rows = 0, steps = 1, debt = 0;
+
+  void start(int64_t row_count, int64_t step_count) {
+    next = 0;
+    rows = row_count;
+    steps = maximum<int64_t>(1, step_count);
+    debt = 0;
+  }
+  // The rows up to which work is due after one more step.
+  XOPT_INLINE int64_t due() {
+    int64_t end = next;
+    for (debt += rows; debt >= steps; debt -= steps) ++end;
+    return minimum(end, rows);
+  }
 };
 
 // Copier: copy_row(row) for rows of a block of A.
@@ -34,66 +51,48 @@ class Background {
 
   Prefetches prefetches;
 
-  // ---- filled before a block --------------------------------------------------------------------------------------
-
-  // The block whose sums are complete; they must stay untouched until it is finished.
-  void defer_epilogue(const GemmCall* call, const EpilogueBlock& block, int64_t rows) {
+  // A strip whose sums are complete; they must stay untouched until it is finished, `steps` from now or at once if
+  // the next strip comes earlier.
+  void defer_epilogue(const GemmCall* call, const EpilogueStrip& strip, int64_t rows, int64_t steps) {
     finish_epilogue();
     call_ = call;
-    block_ = block;
-    rows_ = rows;
-    row_ = 0;
+    strip_ = strip;
+    epilogue_rows_.start(rows, steps);
   }
-  void defer_copy(const Copier& copier, int64_t rows) {
+  void defer_copy(const Copier& copier, int64_t rows, int64_t steps) {
     copier_ = copier;
-    copy_rows_ = rows;
-    copy_row_ = 0;
+    copy_rows_.start(rows, steps);
   }
 
-  // ---- during it --------------------------------------------------------------------------------------------------
-
-  void begin(int64_t steps, int64_t blocks_until_copied) {
-    steps = maximum<int64_t>(1, steps);
-    rows_per_step_ = (rows_ - row_ + steps - 1) / steps;
-    // Copies are spread over several blocks; `debt` counts in rows * steps, so that a row may take many steps.
-    copy_steps_ = steps * blocks_until_copied;
-    copy_debt_ = 0;
-  }
-
+  // Called by a block for each step along k.
   XOPT_INLINE void step() {
     prefetches.step();
-    if (row_ < rows_) {
-      const int64_t end = minimum(row_ + rows_per_step_, rows_);
-      epilogue_(*call_, block_, row_, end);
-      row_ = end;
-    }
-    if (copy_row_ < copy_rows_) {
-      for (copy_debt_ += copy_rows_; copy_debt_ >= copy_steps_; copy_debt_ -= copy_steps_) {
-        if (copy_row_ < copy_rows_) copier_.copy_row(copy_row_++);
-      }
-    }
+    if (epilogue_rows_.next < epilogue_rows_.rows) do_epilogue(epilogue_rows_.due());
+    if (copy_rows_.next < copy_rows_.rows) do_copy(copy_rows_.due());
     asm volatile("" : : : "memory");  // GCC does not know that tile loads read memory
   }
 
-  // ---- after it ---------------------------------------------------------------------------------------------------
-
-  void finish_epilogue() {
-    if (row_ < rows_) epilogue_(*call_, block_, row_, rows_);
-    row_ = rows_;
-  }
+  void finish_epilogue() { do_epilogue(epilogue_rows_.rows); }
   void finish_copy() {
-    while (copy_row_ < copy_rows_) copier_.copy_row(copy_row_++);
+    do_copy(copy_rows_.rows);
     asm volatile("" : : : "memory");
   }
 
  private:
+  void do_epilogue(int64_t end) {
+    if (epilogue_rows_.next < end) epilogue_(*call_, strip_, epilogue_rows_.next, end);
+    epilogue_rows_.next = end;
+  }
+  void do_copy(int64_t end) {
+    for (; copy_rows_.next < end; ++copy_rows_.next) copier_.copy_row(copy_rows_.next);
+  }
+
   EpilogueFn* epilogue_;
   const GemmCall* call_ = nullptr;
-  EpilogueBlock block_{};
-  int64_t row_ = 0, rows_ = 0, rows_per_step_ = 0;
-
+  EpilogueStrip strip_{};
+  PacedRows epilogue_rows_;
   Copier copier_{};
-  int64_t copy_row_ = 0, copy_rows_ = 0, copy_steps_ = 1, copy_debt_ = 0;
+  PacedRows copy_rows_;
 };
 
 }  // namespace xopt::XOPT_ISA

@@ -1,15 +1,17 @@
 // The loops around a block: who computes what, in which order, and what lies in which cache meanwhile.
 //
-//   thread       a rectangle of the output: a range of row blocks x a range of panels (no split of K, so results do not
-//                depend on the number of threads)
-//    row chunk   rows whose copy of A and partial sums fit in L2; weights are read once per chunk
-//     panel chunk  kChunkPanels panels: their slice of weights along K stays in L2 while all rows of the chunk pass
-//      k block     kMaxTiles tiles along K
-//       row block    a block's rows; their copy of A (this k block) stays in L1 while the panels of the chunk pass
-//        panel         the block's product, partial sums kept in scratch between k blocks; after the last, the epilogue
+//   thread        a rectangle of the output: a range of row blocks x a range of panels (no split of K, so results do not
+//                 depend on the number of threads)
+//    row chunk    rows whose copy of A stays in L2; weights are read once per chunk
+//     panel chunk   panels whose weights stay in L2 while all rows of the chunk pass: all their K, or one k block of it
+//      pass           the k blocks that a row block goes through in one go: all, or one
+//       row block
+//        k block        its copy of A stays in L1 while the panels of the chunk pass
+//         panel           the block's product; sums wait in scratch for the next k block
 //
-// While a slice of weights is multiplied, the next is fetched into L2, spread evenly over the k steps. A call with one
-// row block goes through a panel's whole K before the next panel, so that weights stream in their order in memory.
+// After its last k block the row block's strip of sums, all panels of the chunk, goes to the epilogue. While a chunk's
+// weights are multiplied, the next ones are fetched into L2, spread evenly over the k steps. A call with one row block
+// goes panel by panel, so that weights stream in their order in memory.
 #pragma once
 
 #include "kernels/gemm_background.h"
@@ -68,10 +70,13 @@ class GemmThread {
     [[maybe_unused]] const typename Block::Scope scope;
     last_panel_ = panels.end;
     const int64_t chunk_blocks = minimum(plan_.chunk_blocks, rows.size());
-    const int64_t chunk_panels = rows.size() == 1 ? 1 : GemmPlan<Block>::kChunkPanels;
-    acc_blocks_ = chunk_blocks * chunk_panels;
-    // A deferred epilogue reads its sums while the next block is computed: a second set, where a chunk is one block.
-    const Scratch acc(static_cast<size_t>(maximum<int64_t>(acc_blocks_, 2) * kAccBytes));
+    const int64_t chunk_panels = rows.size() == 1 ? 1 : plan_.chunk_panels;
+    pass_k_blocks_ = rows.size() == 1 ? plan_.k_blocks : plan_.pass_k_blocks;
+    strip_bytes_ = chunk_panels * kAccBytes;
+    // Strips of all row blocks if sums have to wait for another pass, else two in turns; two at least, because the
+    // deferred epilogue reads one while the next is computed.
+    strips_ = maximum<int64_t>(2, pass_k_blocks_ < plan_.k_blocks ? chunk_blocks : 0);
+    const Scratch acc(static_cast<size_t>(strips_ * strip_bytes_));
     const Scratch a(static_cast<size_t>(chunk_blocks * plan_.k_blocks * kBlockBytes));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     acc_ = acc.as<uint8_t>();
@@ -84,139 +89,146 @@ class GemmThread {
         panels_ = {panel, minimum(panel + chunk_panels, panels.end)};
         panel_chunk();
         copied_ = true;
-        odd_chunk_ = !odd_chunk_;
       }
       background_.finish_epilogue();  // before row sums and the copy of A are overwritten
     }
   }
 
  private:
+  // A k block of a row block.
+  struct Place {
+    int64_t rb, kb;
+  };
+
   void panel_chunk() {
-    if (!copied_) background_.defer_copy(copier(rows_.begin, 0), padded_rows(rows_.begin));
-    for (int64_t kb = 0; kb < plan_.k_blocks; ++kb) {
-      for (int64_t rb = rows_.begin; rb < rows_.end; ++rb) {
-        if (!copied_) {
-          background_.finish_copy();
-          defer_next_copy(kb, rb);
-        }
-        for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) step(kb, rb, panel);
+    Place place{rows_.begin, 0};
+    if (!copied_) defer_copy(place);
+    bool more = true;
+    while (more) {
+      Place next = place;
+      more = advance(&next);
+      if (!copied_) {
+        background_.finish_copy();
+        if (more) defer_copy(next);
       }
+      // The former chunk's last sums may wait in a strip that is about to be used again.
+      if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) background_.finish_epilogue();
+      for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) step(place, panel);
+      if (place.kb + 1 == plan_.k_blocks) finish_strip(place.rb);
+      place = next;
     }
   }
 
-  // The block of A that follows (kb, rb), if any.
-  bool next_block(int64_t* kb, int64_t* rb) const {
-    if (++*rb < rows_.end) return true;
-    *rb = rows_.begin;
-    return ++*kb < plan_.k_blocks;
+  // The next k block of the pass, or the next row block's first, or the next pass's; false at the end.
+  bool advance(Place* place) const {
+    const int64_t pass = place->kb / pass_k_blocks_ * pass_k_blocks_;
+    if (++place->kb < minimum(pass + pass_k_blocks_, plan_.k_blocks)) return true;
+    if (++place->rb < rows_.end) {
+      place->kb = pass;
+      return true;
+    }
+    place->rb = rows_.begin;
+    return place->kb < plan_.k_blocks;
   }
 
-  void defer_next_copy(int64_t kb, int64_t rb) {
-    if (next_block(&kb, &rb)) background_.defer_copy(copier(rb, kb), padded_rows(rb));
-  }
-
-  int64_t padded_rows(int64_t rb) const {
-    const int64_t rows = plan_.rows_of(rb, call_.m);
-    return Block::kEvenRows ? rows : round_up(rows, kTileRows);
-  }
-
-  BlockCopier<Block> copier(int64_t rb, int64_t kb) const {
+  void defer_copy(Place place) {
+    const int64_t rows = plan_.rows_of(place.rb, call_.m);
     BlockCopier<Block> copier;
     copier.view = &view_;
-    copier.to = reinterpret_cast<A*>(a_copy(rb, kb));
-    copier.row_sums = w_.zero_point != nullptr ? row_sums_ + (rb - rows_.begin) * Block::kRows : nullptr;
-    copier.first_row = rb * plan_.block_rows;
-    copier.rows = plan_.rows_of(rb, call_.m);
-    copier.k0 = kb * plan_.k_block_tiles * Block::kTileK;
-    copier.padded = plan_.tiles_of(kb, w_.k_tiles) * Block::kTileK;
+    copier.to = reinterpret_cast<A*>(a_copy(place));
+    copier.row_sums = w_.zero_point != nullptr ? row_sums_ + (place.rb - rows_.begin) * Block::kRows : nullptr;
+    copier.first_row = place.rb * plan_.block_rows;
+    copier.rows = rows;
+    copier.k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
+    copier.padded = plan_.tiles_of(place.kb, w_.k_tiles) * Block::kTileK;
     copier.count = minimum(w_.k - copier.k0, copier.padded);
-    return copier;
+    background_.defer_copy(copier, Block::kEvenRows ? rows : round_up(rows, kTileRows),
+                           panels_.size() * plan_.k_block_tiles);
   }
 
-  uint8_t* a_copy(int64_t rb, int64_t kb) const { return a_ + (kb * rows_.size() + rb - rows_.begin) * kBlockBytes; }
+  uint8_t* a_copy(Place place) const { return a_ + (place.kb * rows_.size() + place.rb - rows_.begin) * kBlockBytes; }
 
-  uint8_t* acc(int64_t rb, int64_t panel) const {
-    if (acc_blocks_ == 1) return acc_ + (odd_chunk_ ? kAccBytes : 0);
-    return acc_ + ((rb - rows_.begin) * panels_.size() + panel - panels_.begin) * kAccBytes;
-  }
+  // Whether two strips in turns are enough. A chunk of one row block would meet its own last strip otherwise.
+  bool takes_turns() const { return pass_k_blocks_ == plan_.k_blocks || rows_.size() == 1; }
+  uint8_t* strip(int64_t rb) const { return acc_ + (takes_turns() ? turn_ : rb - rows_.begin) * strip_bytes_; }
 
-  void step(int64_t kb, int64_t rb, int64_t panel) {
-    const int64_t rows = plan_.rows_of(rb, call_.m);
+  void step(Place place, int64_t panel) {
     BlockCall block;
-    block.a = a_copy(rb, kb);
-    block.b = w_.panel_data + panel * w_.panel_bytes + kb * plan_.k_block_tiles * 2 * kTileBytes;
-    block.k_tiles = plan_.tiles_of(kb, w_.k_tiles);
-    block.acc = acc(rb, panel);
-    block.accumulate = kb > 0;
-    add_prefetches(kb, rb, panel, block.k_tiles);
+    block.a = a_copy(place);
+    block.b = w_.panel_data + panel * w_.panel_bytes + place.kb * plan_.k_block_tiles * 2 * kTileBytes;
+    block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
+    block.acc = strip(place.rb) + (panel - panels_.begin) * kAccBytes;
+    block.accumulate = place.kb > 0;
+    background_.prefetches.clear();
+    if (block.k_tiles > 0) {
+      prefetch_weights(place, panel, block);
+      if (!copied_) prefetch_a(place, panel);
+      if (place.kb + 1 == plan_.k_blocks) prefetch_other(place.rb, panel, block.k_tiles);
+    }
+    const int64_t rows = plan_.rows_of(place.rb, call_.m);
     if constexpr (Block::kBackground) {
-      background_.begin(block.k_tiles, panels_.size());
       Block::run(rows, block, background_);
     } else {
       Block::run(rows, block, background_.prefetches);
     }
-    if (kb + 1 < plan_.k_blocks) return;
+  }
 
+  void finish_strip(int64_t rb) {
     const int64_t width = w_.gated ? kTileColumns : kPanelColumns;
-    EpilogueBlock done;
-    done.acc = block.acc;
+    EpilogueStrip done;
+    done.acc = strip(rb);
+    done.acc_panel_stride = kAccBytes / 4;
     done.row = rb * plan_.block_rows;
     done.out_row = done.row - out_row_offset_;
-    done.panel = panel;
-    done.column = panel * width;
-    done.columns = minimum(width, w_.n - done.column);
+    done.panel = panels_.begin;
+    done.column = panels_.begin * width;
+    done.columns = minimum(panels_.size() * width, w_.n - done.column);
     done.row_sums = row_sums_ + (rb - rows_.begin) * Block::kRows;
     done.a_offset = Block::kOffset;
-    background_.defer_epilogue(&call_, done, rows);
+    background_.defer_epilogue(&call_, done, plan_.rows_of(rb, call_.m),
+                               panels_.size() * pass_k_blocks_ * plan_.k_block_tiles);
     if constexpr (!Block::kBackground) background_.finish_epilogue();
+    turn_ ^= 1;
   }
 
-  void add_prefetches(int64_t kb, int64_t rb, int64_t panel, int64_t k_tiles) {
-    background_.prefetches.clear();
-    if (k_tiles == 0) return;
-    prefetch_weights(kb, rb, panel);
-    if (!copied_) prefetch_a(kb, rb, panel);
-    if (kb + 1 == plan_.k_blocks) prefetch_output(rb, panel, k_tiles);
-  }
-
-  // The slice after this one: of the same panel at the next k, or of the next chunk's at the first. Each row block
-  // fetches its share of it.
-  void prefetch_weights(int64_t kb, int64_t rb, int64_t panel) {
-    const int64_t slice = plan_.k_block_tiles * 2 * kTileBytes;
-    const bool same_panel = kb + 1 < plan_.k_blocks;
-    const int64_t next_panel = same_panel ? panel : panel + panels_.size();
-    if (next_panel >= last_panel_) return;
-    const int64_t lines = ceil_div(2 * kTileBytes / 64, rows_.size());  // for each k step
-    const int64_t offset = (rb - rows_.begin) * lines * 64 * plan_.k_block_tiles;
-    if (offset >= slice) return;
-    const uint8_t* from = w_.panel_data + next_panel * w_.panel_bytes + (same_panel ? (kb + 1) * slice : 0) + offset;
-    background_.prefetches.add({from, lines * 64, 64, lines, false});
+  // The weights wanted after this chunk's, each row block its share: the same k block of the next chunk's panels, or the
+  // next k block where a pass is one. Of a single row block, what follows in memory.
+  void prefetch_weights(Place place, int64_t panel, const BlockCall& block) {
+    constexpr int64_t kLines = 2 * kTileBytes / 64;  // of a panel's k step
+    const int64_t slice = block.k_tiles * 2 * kTileBytes;
+    const bool last_k = place.kb + 1 == plan_.k_blocks;
+    const bool one_pass = pass_k_blocks_ == plan_.k_blocks;
+    const int64_t next_panel = panel + panels_.size();
+    const bool single = rows_.size() == 1 && panels_.size() == 1;
+    const uint8_t* from = block.b + slice;
+    if (one_pass && !single) from = block.b + panels_.size() * w_.panel_bytes;
+    if (!one_pass && last_k) from = w_.panel_data + next_panel * w_.panel_bytes;
+    const bool same_panel = single ? !last_k : !one_pass && !last_k;
+    if (!same_panel && next_panel >= last_panel_) return;
+    const int64_t lines = ceil_div(kLines, rows_.size());
+    const int64_t offset = (place.rb - rows_.begin) * lines * 64 * block.k_tiles;
+    if (offset < slice) background_.prefetches.add({from + offset, lines * 64, 64, lines});
   }
 
   // Rows of the block after the one whose copy is under way, a share for each panel; a k step of them is a line or two.
-  void prefetch_a(int64_t kb, int64_t rb, int64_t panel) {
-    if (!next_block(&kb, &rb) || (Block::kBackground && !next_block(&kb, &rb))) return;
-    const Range rows = share(plan_.rows_of(rb, call_.m), panels_.size(), panel - panels_.begin);
+  void prefetch_a(Place place, int64_t panel) {
+    if (!advance(&place) || (Block::kBackground && !advance(&place))) return;
+    const Range rows = share(plan_.rows_of(place.rb, call_.m), panels_.size(), panel - panels_.begin);
     if (rows.size() == 0) return;
     const int64_t size = dtype_size(call_.a.dtype);
-    const Run run = view_.run(rb * plan_.block_rows + rows.begin, kb * plan_.k_block_tiles * Block::kTileK);
-    background_.prefetches.add({run.data, Block::kTileK * size, call_.a.row_stride * size, rows.size(), false});
+    const Run run = view_.run(place.rb * plan_.block_rows + rows.begin, place.kb * plan_.k_block_tiles * Block::kTileK);
+    background_.prefetches.add({run.data, Block::kTileK * size, call_.a.row_stride * size, rows.size()});
   }
 
-  // The lines that the epilogue will write after this block, and those of `other` that it will read.
-  void prefetch_output(int64_t rb, int64_t panel, int64_t k_tiles) {
+  // The part of `other` that the epilogue will read.
+  void prefetch_other(int64_t rb, int64_t panel, int64_t k_tiles) {
     const Epilogue& e = call_.epilogue;
-    const int64_t column = panel * (w_.gated ? kTileColumns : kPanelColumns);
+    if (e.binary == Binary::none || e.other_row_stride == 0) return;
+    const int64_t stride = e.other_row_stride * dtype_size(e.other_dtype);
     const int64_t rows = ceil_div(plan_.rows_of(rb, call_.m), k_tiles);  // for each k step
-    auto add = [&](const void* data, DType dtype, int64_t row, int64_t row_stride, bool for_writing) {
-      const int64_t stride = row_stride * dtype_size(dtype);
-      const auto* first = static_cast<const uint8_t*>(data) + row * stride + column * dtype_size(dtype);
-      background_.prefetches.add({first, rows * stride, stride, rows, for_writing});
-    };
-    const int64_t row = rb * plan_.block_rows;
-    add(e.out, e.out_dtype, row - out_row_offset_, e.out_row_stride, true);
-    if (e.binary != Binary::none && e.other_row_stride != 0)
-      add(e.other, e.other_dtype, row, e.other_row_stride, false);
+    const auto* first = static_cast<const uint8_t*>(e.other) + rb * plan_.block_rows * stride +
+                        panel * (w_.gated ? kTileColumns : kPanelColumns) * dtype_size(e.other_dtype);
+    background_.prefetches.add({first, rows * stride, stride, rows});
   }
 
   const GemmCall& call_;
@@ -227,12 +239,12 @@ class GemmThread {
   Background<BlockCopier<Block>> background_;
 
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes]
-  uint8_t* acc_ = nullptr;  // partial sums [row block][panel of the chunk][kAccBytes]
+  uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
   int32_t* row_sums_ = nullptr;
-  int64_t acc_blocks_ = 0, last_panel_ = 0;
+  int64_t strip_bytes_ = 0, strips_ = 0, turn_ = 0;
+  int64_t last_panel_ = 0, pass_k_blocks_ = 1;
   Range rows_{}, panels_{};  // the chunk
   bool copied_ = false;      // the chunk's copy of A is complete
-  bool odd_chunk_ = false;
 };
 
 template <class Block>

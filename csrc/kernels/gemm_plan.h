@@ -2,8 +2,9 @@
 #pragma once
 
 #include "kernels/gemm.h"
+#include "runtime/cpu.h"
 #include "runtime/parallel.h"
-#include "tiles/vector.h"
+#include "tiles/block.h"
 
 namespace xopt::XOPT_ISA {
 
@@ -19,20 +20,21 @@ XOPT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class Block>
 struct GemmPlan {
-  // Panels whose slice of weights stays in L2 together, and rows whose copy of A and partial sums do.
-  static constexpr int64_t kChunkPanels = 8;
-  static constexpr int64_t kChunkRows = sizeof(typename Block::A) == 4 ? 224 : 256;
+  // Panels of a chunk. More would spare loading the copy of A into L1 again, but the first chunk's weights come in
+  // unfetched, and its sums have to fit in L1 beside A where a row block is finished in one pass.
+  static constexpr int64_t kOnePassPanels = 4;
+  static constexpr int64_t kMostPanels = 8;
 
   explicit GemmPlan(const GemmCall& call) {
     const PackedWeight& w = call.weight;
     const int64_t least_blocks = ceil_div(call.m, Block::kRows);
     block_rows = Block::kEvenRows ? ceil_div(call.m, least_blocks) : Block::kRows;
     row_blocks = ceil_div(call.m, block_rows);
-    chunk_blocks = maximum<int64_t>(1, kChunkRows / block_rows);
     // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
     k_block_tiles =
         maximum<int64_t>(1, ceil_div(w.k_tiles, maximum<int64_t>(1, ceil_div(w.k_tiles, Block::kMaxTiles))));
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
+    choose_chunks(w.panel_bytes);
     max_threads = xopt::max_threads();
     choose_grid(w.panels);
   }
@@ -42,11 +44,30 @@ struct GemmPlan {
     return minimum(k_block_tiles, k_tiles - k_block * k_block_tiles);
   }
 
-  int64_t block_rows, row_blocks, chunk_blocks;
+  int64_t block_rows, row_blocks;
   int64_t k_block_tiles, k_blocks;
+  int64_t chunk_blocks, chunk_panels;  // of a chunk: row blocks, panels
+  int64_t pass_k_blocks;               // k blocks that a row block goes through before the next has its turn
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
  private:
+  // Of L2, a quarter for a chunk's weights (and another for the next chunk's on their way in), three eighths for the
+  // copy of A and the sums of its rows.
+  void choose_chunks(int64_t panel_bytes) {
+    const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
+    if (panel_bytes * kOnePassPanels <= l2 / 4) {
+      // All of K fits: a row block is finished before the next begins, and its sums never leave L1.
+      chunk_panels = kOnePassPanels;
+      pass_k_blocks = k_blocks;
+    } else {
+      chunk_panels = minimum(kMostPanels, maximum<int64_t>(1, l2 / 4 / (k_block_tiles * 2 * kTileBytes)));
+      pass_k_blocks = 1;
+    }
+    const int64_t a_bytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
+    const int64_t sum_bytes = Block::kRows * kPanelColumns * 4 * chunk_panels;
+    chunk_blocks = maximum<int64_t>(1, l2 * 3 / 8 / (a_bytes + sum_bytes));
+  }
+
   // The split of threads into rows x panels that is done first, by a rough count of cycles: a block step costs about
   // 80, copying A's share of it 50, bringing in a step's weights 100.
   void choose_grid(int64_t panels) {

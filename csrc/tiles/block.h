@@ -16,25 +16,11 @@ namespace xopt::XOPT_ISA {
 struct Prefetch {
   const uint8_t* next;
   int64_t advance, stride, count;
-  bool for_writing;  // into L1 and owned, else into L2
 
   XOPT_INLINE void step() {
     const uint8_t* line = next;
-    if (for_writing) {
-      for (int64_t i = 0; i < count; ++i, line += stride) prefetch_for_writing(line);
-    } else {
-      for (int64_t i = 0; i < count; ++i, line += stride) __builtin_prefetch(line, 0, 2);
-    }
+    for (int64_t i = 0; i < count; ++i, line += stride) __builtin_prefetch(line, 0, 2);  // into L2
     next += advance;
-  }
-
- private:
-  static XOPT_INLINE void prefetch_for_writing(const uint8_t* line) {
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-    asm volatile("prefetchw %0" : : "m"(*line));  // without it the store that follows waits for ownership
-#else
-    __builtin_prefetch(line, 1, 3);
-#endif
   }
 };
 
