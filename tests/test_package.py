@@ -48,6 +48,12 @@ def test_no_library_needs_an_openmp_runtime_of_its_own(library: str) -> None:
     assert not [name for name in needed if OPENMP.match(name)]
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_exceptions_can_cross_into_torch(library: str) -> None:
+    """A compiler set to link libstdc++ statically gives libraries whose first error ends the process."""
+    assert "libstdc++.so.6" in needed_by(library)
+
+
 def test_the_package_bundles_no_openmp_runtime() -> None:
     assert not [path for path in PACKAGE.parent.glob("*xopt*/**/*") if OPENMP.match(path.name)]
     for library in LIBRARIES:

@@ -54,7 +54,9 @@ def test_sanitizer_sees_the_kernels() -> None:
     need_sanitizer()
     caught = run_lying_tensor(missing_bytes=4)
     assert caught.returncode != 0, "a kernel read past the end of its input and nothing was reported"
-    assert "heap-buffer-overflow" in caught.stderr, caught.stderr[-4000:]
+    # A vector load that begins inside the block and ends outside is of no kind that AddressSanitizer has a name for.
+    kinds = ("AddressSanitizer: heap-buffer-overflow", "AddressSanitizer: unknown-crash")
+    assert any(kind in caught.stderr for kind in kinds), caught.stderr[-4000:]
     assert "xopt" in caught.stderr, "the report does not come from xopt's own code"
 
 
