@@ -5,16 +5,9 @@
 
 #include <cstdint>
 
-#include "tiles/level.h"
+#include "tiles/halves.h"
 
 namespace xopt::XOPT_ISA {
-
-struct Bf16 {
-  uint16_t bits;
-};
-struct F16 {
-  uint16_t bits;
-};
 
 using F = __m512;
 inline constexpr int kWidth = 16;
