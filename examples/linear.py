@@ -4,14 +4,14 @@ python examples/linear.py
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 
 import xopt  # noqa: F401  registers torch.ops.xopt
 
 
-def milliseconds(call: object, rounds: int = 50) -> float:
-    assert callable(call)
+def milliseconds(call: Callable[[], torch.Tensor], rounds: int = 50) -> float:
     best = float("inf")
     for _ in range(rounds):
         start = time.perf_counter()

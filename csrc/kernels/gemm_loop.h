@@ -75,8 +75,8 @@ class GemmThread {
     strip_bytes_ = chunk_panels * kAccBytes;
     // Strips of all row blocks if sums have to wait for another pass, else two in turns; two at least, because the
     // deferred epilogue reads one while the next is computed.
-    strips_ = maximum<int64_t>(2, pass_k_blocks_ < plan_.k_blocks ? chunk_blocks : 0);
-    const Scratch acc(static_cast<size_t>(strips_ * strip_bytes_));
+    const int64_t strips = maximum<int64_t>(2, pass_k_blocks_ < plan_.k_blocks ? chunk_blocks : 0);
+    const Scratch acc(static_cast<size_t>(strips * strip_bytes_));
     const Scratch a(static_cast<size_t>(chunk_blocks * plan_.k_blocks * kBlockBytes));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     acc_ = acc.as<uint8_t>();
@@ -148,6 +148,10 @@ class GemmThread {
 
   uint8_t* a_copy(Place place) const { return a_ + (place.kb * rows_.size() + place.rb - rows_.begin) * kBlockBytes; }
 
+  const uint8_t* weights(int64_t panel, int64_t kb) const {
+    return w_.panel_data + panel * w_.panel_bytes + kb * plan_.k_block_tiles * 2 * kTileBytes;
+  }
+
   // Whether two strips in turns are enough. A chunk of one row block would meet its own last strip otherwise.
   bool takes_turns() const { return pass_k_blocks_ == plan_.k_blocks || rows_.size() == 1; }
   uint8_t* strip(int64_t rb) const { return acc_ + (takes_turns() ? turn_ : rb - rows_.begin) * strip_bytes_; }
@@ -155,7 +159,7 @@ class GemmThread {
   void step(Place place, int64_t panel) {
     BlockCall block;
     block.a = a_copy(place);
-    block.b = w_.panel_data + panel * w_.panel_bytes + place.kb * plan_.k_block_tiles * 2 * kTileBytes;
+    block.b = weights(panel, place.kb);
     block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
     block.acc = strip(place.rb) + (panel - panels_.begin) * kAccBytes;
     block.accumulate = place.kb > 0;
@@ -191,21 +195,19 @@ class GemmThread {
     turn_ ^= 1;
   }
 
-  // The weights wanted after this chunk's, each row block its share: the same k block of the next chunk's panels, or the
-  // next k block where a pass is one. Of a single row block, what follows in memory.
+  // The weights wanted after these, each row block its share: the panel's next k block and after the last the next
+  // chunk's first, or, where a row block goes through all k blocks of a chunk, the same k block of the next chunk.
   void prefetch_weights(Place place, int64_t panel, const BlockCall& block) {
-    constexpr int64_t kLines = 2 * kTileBytes / 64;  // of a panel's k step
     const int64_t slice = block.k_tiles * 2 * kTileBytes;
-    const bool last_k = place.kb + 1 == plan_.k_blocks;
-    const bool one_pass = pass_k_blocks_ == plan_.k_blocks;
-    const int64_t next_panel = panel + panels_.size();
-    const bool single = rows_.size() == 1 && panels_.size() == 1;
+    const bool one_block = rows_.size() == 1 && panels_.size() == 1;
+    const bool k_by_k = pass_k_blocks_ < plan_.k_blocks || one_block;
     const uint8_t* from = block.b + slice;
-    if (one_pass && !single) from = block.b + panels_.size() * w_.panel_bytes;
-    if (!one_pass && last_k) from = w_.panel_data + next_panel * w_.panel_bytes;
-    const bool same_panel = single ? !last_k : !one_pass && !last_k;
-    if (!same_panel && next_panel >= last_panel_) return;
-    const int64_t lines = ceil_div(kLines, rows_.size());
+    if (!k_by_k || place.kb + 1 == plan_.k_blocks) {
+      const int64_t next_panel = panel + panels_.size();
+      if (next_panel >= last_panel_) return;
+      from = weights(next_panel, k_by_k ? 0 : place.kb);
+    }
+    const int64_t lines = ceil_div(2 * kTileBytes / 64, rows_.size());  // for each k step
     const int64_t offset = (place.rb - rows_.begin) * lines * 64 * block.k_tiles;
     if (offset < slice) background_.prefetches.add({from + offset, lines * 64, 64, lines});
   }
@@ -241,7 +243,7 @@ class GemmThread {
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes]
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
   int32_t* row_sums_ = nullptr;
-  int64_t strip_bytes_ = 0, strips_ = 0, turn_ = 0;
+  int64_t strip_bytes_ = 0, turn_ = 0;
   int64_t last_panel_ = 0, pass_k_blocks_ = 1;
   Range rows_{}, panels_{};  // the chunk
   bool copied_ = false;      // the chunk's copy of A is complete
@@ -285,7 +287,8 @@ class GemmLoop {
   void run_norm_by_rows() const {
     static Kernel<RowNormFn> norm("row_norm", "f32");
     const int64_t n = call_.weight.n;
-    const int64_t group = maximum<int64_t>(1, 262144 / (n * plan_.block_rows * 4));  // row blocks
+    constexpr int64_t kGroupBytes = 256 << 10;                                            // of fp32 values
+    const int64_t group = maximum<int64_t>(1, kGroupBytes / (n * plan_.block_rows * 4));  // row blocks
     EpilogueFn* epilogue = select(norm_input_call(nullptr));
     parallel(static_cast<int>(plan_.max_threads), [&](int thread, int threads) {
       const Range blocks = share(plan_.row_blocks, threads, thread);

@@ -61,7 +61,7 @@ struct PackedWeight {
   const int32_t* zero_point;  // nullptr if the weight has none
 };
 
-// ---- Kernels "pack" and "unpack", dtype "any" -------------------------------------------------------------------
+// ---- Packing and unpacking: plain functions, the same code on every level ------------------------------------------
 
 // A matrix [n, k] with element strides.
 struct MatrixView {
