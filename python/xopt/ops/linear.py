@@ -1,57 +1,14 @@
-"""The operators `torch.ops.xopt.*`: loading of the native op library, and fakes for torch.compile and torch.export.
-
-Schemas, checks and kernels stand in csrc/ops. A fake tells the shape and dtype of a result, for sizes that may be
-symbols; what depends on values (the header of a packed weight, names of activations) is checked when the op is run.
-
-The ops have no gradient: an autograd registration would cost each call several microseconds, also under `no_grad`.
-Called under grad mode with a tensor that requires a gradient, they raise an error rather than cut it off the graph.
-"""
+"""Fakes of the linear family: packing and unpacking of weights, and products with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
-
 import torch
 
-from xopt import _C
+from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
 
-Tensor = torch.Tensor
-Size = int | torch.SymInt
-Fake = TypeVar("Fake", bound=Callable[..., object])
-
-torch.ops.load_library(Path(_C.__file__).with_name("libxopt_ops.so"))  # type: ignore[no-untyped-call]
-
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _HEADER_BYTES = 64
 _TILE_BYTES = 1024
 _COLUMN_BYTES = 12  # of an int8 weight: scale, column sum and zero point
-
-
-def _fake_of(op: str) -> Callable[[Fake], Fake]:
-    def register(fake: Fake) -> Fake:
-        torch.library.register_fake(f"xopt::{op}", fake)
-        return fake
-
-    return register
-
-
-def _check(op: str, named: dict[str, Tensor | None], dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """Check the first tensor's dtype, and that all lie on its device and want no gradient; return the first."""
-    first_name, first = next(iter(named.items()))
-    assert first is not None
-    if first.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise RuntimeError(f"xopt::{op}: {first_name}: expected dtype {expected}, got {first.dtype}")
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        if tensor.device != first.device:
-            raise RuntimeError(f"xopt::{op}: {name}: expected a tensor on {first.device}, got one on {tensor.device}")
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise RuntimeError(f"xopt::{op}: {name}: requires a gradient, but this op has none")
-    return first
 
 
 def _check_packed(op: str, packed: Tensor) -> None:
@@ -92,31 +49,31 @@ def _matrix_sizes(op: str, name: str, weight: Tensor) -> tuple[Size, Size]:
 # ---- Packing -------------------------------------------------------------------------------------------------------
 
 
-@_fake_of("linear_pack")
+@fake_of("linear_pack")
 def _linear_pack(weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     out_features, in_features = _matrix_sizes("linear_pack", "weight", weight)
     return _packed(weight, out_features, in_features, dtype, gated=False)
 
 
-@_fake_of("linear_pack_gated")
+@fake_of("linear_pack_gated")
 def _linear_pack_gated(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
     out_features, in_features = _matrix_sizes("linear_pack_gated", "gate", gate)
     return _packed(gate, out_features, in_features, dtype, gated=True)
 
 
-@_fake_of("linear_pack_int8")
+@fake_of("linear_pack_int8")
 def _linear_pack_int8(weight: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
     out_features, in_features = _matrix_sizes("linear_pack_int8", "weight", weight)
     return _packed(weight, out_features, in_features, torch.int8, gated=False)
 
 
-@_fake_of("linear_unpack")
+@fake_of("linear_unpack")
 def _linear_unpack(packed: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype) -> Tensor:
     _check_packed("linear_unpack", packed)
     return packed.new_empty((out_features, in_features), dtype=dtype)
 
 
-@_fake_of("linear_unpack_gated")
+@fake_of("linear_unpack_gated")
 def _linear_unpack_gated(
     packed: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -125,7 +82,7 @@ def _linear_unpack_gated(
     return packed.new_empty(shape, dtype=dtype), packed.new_empty(shape, dtype=dtype)
 
 
-@_fake_of("linear_unpack_int8")
+@fake_of("linear_unpack_int8")
 def _linear_unpack_int8(packed: Tensor, out_features: Size, in_features: Size) -> tuple[Tensor, Tensor, Tensor]:
     _check_packed("linear_unpack_int8", packed)
     return (
@@ -138,7 +95,7 @@ def _linear_unpack_int8(packed: Tensor, out_features: Size, in_features: Size) -
 # ---- Linear --------------------------------------------------------------------------------------------------------
 
 
-@_fake_of("linear")
+@fake_of("linear")
 def _linear(
     input: Tensor,
     packed: Tensor,
@@ -155,11 +112,11 @@ def _linear(
     output_scale: float = 1.0,
     output_zero_point: int = 0,
 ) -> Tensor:
-    _check("linear", {"input": input, "packed": packed, "bias": bias, "other": other}, _FLOATING)
+    check("linear", {"input": input, "packed": packed, "bias": bias, "other": other}, FLOATING)
     return _output("linear", input, packed, out_features, out_dtype or input.dtype)
 
 
-@_fake_of("linear_gated")
+@fake_of("linear_gated")
 def _linear_gated(
     input: Tensor,
     packed: Tensor,
@@ -173,11 +130,11 @@ def _linear_gated(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     named = {"input": input, "packed": packed, "gate_bias": gate_bias, "up_bias": up_bias}
-    _check("linear_gated", named, _FLOATING)
+    check("linear_gated", named, FLOATING)
     return _output("linear_gated", input, packed, out_features, out_dtype or input.dtype)
 
 
-@_fake_of("linear_norm")
+@fake_of("linear_norm")
 def _linear_norm(
     input: Tensor,
     packed: Tensor,
@@ -193,12 +150,12 @@ def _linear_norm(
     return_sum: bool = False,
 ) -> tuple[Tensor, Tensor]:
     named = {"input": input, "packed": packed, "bias": bias, "residual": residual}
-    _check("linear_norm", named | {"norm_weight": norm_weight, "norm_bias": norm_bias}, _FLOATING)
+    check("linear_norm", named | {"norm_weight": norm_weight, "norm_bias": norm_bias}, FLOATING)
     out = _output("linear_norm", input, packed, out_features, out_dtype or input.dtype)
     return out, torch.empty_like(out) if return_sum else out.new_empty((0,))
 
 
-@_fake_of("qlinear")
+@fake_of("qlinear")
 def _qlinear(
     input: Tensor,
     input_scale: Tensor,
@@ -218,5 +175,5 @@ def _qlinear(
     output_zero_point: int = 0,
 ) -> Tensor:
     named = {"input": input, "input_scale": input_scale, "input_zero_point": input_zero_point, "packed": packed}
-    _check("qlinear", named | {"bias": bias, "other": other}, (torch.uint8, torch.int8))
+    check("qlinear", named | {"bias": bias, "other": other}, (torch.uint8, torch.int8))
     return _output("qlinear", input, packed, out_features, out_dtype)
