@@ -13,7 +13,7 @@ import torch
 import xopt
 from tests import fresh_process
 from xopt import _C, machine
-from xopt.config import Config
+from xopt.config import Environment
 
 LEVELS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
@@ -115,9 +115,9 @@ def test_cap_isa_can_be_raised_again() -> None:
 
 
 def test_config_is_frozen_and_reads_what_it_is_given() -> None:
-    config = Config.from_environment({"XOPT_MAX_ISA": "avx2"})
-    assert config == Config(max_isa="avx2")
-    assert Config.from_environment({}) == Config()
+    config = Environment.read({"XOPT_MAX_ISA": "avx2"})
+    assert config == Environment(max_isa="avx2")
+    assert Environment.read({}) == Environment()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, "max_isa", "amx")  # noqa: B010 - an assignment would be refused by mypy
 

@@ -1,16 +1,18 @@
-"""The settings that come from outside, in one place: nothing else in xopt reads environment variables."""
+"""The settings: what the environment says, in the only place that reads it, and the switches of `optimize`."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from xopt import _C
 
 
 @dataclass(frozen=True)
-class Config:
+class Environment:
     max_isa: str | None = None
     """XOPT_MAX_ISA: the highest level that kernels are chosen from; None: what the CPU has."""
+    verbose: bool = False
+    """XOPT_VERBOSE=1: `optimize` logs each decision at level INFO to the logger "xopt", which then has a handler."""
 
     def __post_init__(self) -> None:
         if self.max_isa is not None and self.max_isa not in _C.isa_levels():
@@ -18,12 +20,38 @@ class Config:
             raise ValueError(f"XOPT_MAX_ISA: unknown level {self.max_isa!r}; known levels: {known}")
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Config":
-        return cls(max_isa=environment.get("XOPT_MAX_ISA") or None)
+    def read(cls, environment: Mapping[str, str] = os.environ) -> "Environment":
+        verbose = environment.get("XOPT_VERBOSE", "0")
+        if verbose not in ("", "0", "1"):
+            raise ValueError(f"XOPT_VERBOSE: expected 0 or 1, got {verbose!r}")
+        return cls(max_isa=environment.get("XOPT_MAX_ISA") or None, verbose=verbose == "1")
 
     def apply(self) -> None:
         """Hands the settings to the native side."""
         _C.cap_isa(self.max_isa or _C.isa_levels()[-1])
 
 
-current = Config.from_environment()
+current = Environment.read()
+
+
+@dataclass(frozen=True, init=False)
+class Config:
+    """Which of its single steps `optimize` takes. All do by default."""
+
+    weights_prepack: bool = True
+    """Linear layers get packed weights and run on xopt's kernels."""
+    cast_embeddings: bool = True
+    """Embedding tables are held in the optimized dtype."""
+    autocast: bool = True
+    """An optimized model of another dtype than its source computes under autocast by itself, so that the optimized
+    dtype flows between its layers. Off: each layer answers in the dtype of its input."""
+
+    def __init__(self, **switches: bool) -> None:
+        known = {field.name: field.default for field in fields(self)}
+        for name, value in switches.items():
+            if name not in known:
+                raise ValueError(f"Config: unknown switch {name!r}; known switches: {', '.join(known)}")
+            if not isinstance(value, bool):
+                raise ValueError(f"Config: {name}: expected True or False, got {value!r}")
+        for name, default in known.items():
+            object.__setattr__(self, name, switches.get(name, default))

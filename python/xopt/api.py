@@ -1,0 +1,188 @@
+"""`optimize`: the same model back, with its hot modules on xopt's kernels."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from xopt import config as settings
+from xopt.config import Config
+from xopt.modules.autocast import AutocastForward
+from xopt.modules.base import Context
+from xopt.plan.plan import Decision, make_plan
+from xopt.report import ATTRIBUTE, Entry, Report
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_log = logging.getLogger("xopt")
+_LEVELS = ("O0", "O1")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Arguments of Intel Extension for PyTorch's optimize that ask for nothing that would have to be done here.
+_ACCEPTED = (
+    *("conv_bn_folding", "linear_bn_folding", "replace_dropout_with_identity", "optimize_lstm", "concat_linear"),
+    *("split_master_weight_for_bf16", "fuse_update_step", "auto_kernel_selection", "sample_input"),
+)
+_REFUSED = {
+    "optimizer": "training is not supported yet",
+    "graph_mode": "xopt works in eager mode only; use torch.compile on the result",
+}
+
+
+def optimize(
+    model: Model,
+    dtype: torch.dtype | None = None,
+    *,
+    inplace: bool = False,
+    level: str = "O1",
+    config: Config | None = None,
+    **options: Any,
+) -> Model:
+    """Returns `model` with its linear layers packed for this CPU and its embeddings in `dtype`.
+
+    dtype: float32, bfloat16 or float16 for the weights of what is optimized; None keeps each weight's own.
+    inplace: change `model` itself. Otherwise it is left as it is and a copy is returned, which shares with it what
+        the optimization does not touch while it is made, so that the peak stays low.
+    level: "O0" changes nothing and only writes the report; "O1" does everything that `config` allows.
+    options: the keyword arguments of Intel Extension for PyTorch's `optimize`. `weights_prepack` is a switch of
+        `Config`; those that mean nothing here are logged, those that ask for what is not done are errors.
+
+    The model keeps its class, names, hooks and keys. Its parameters no longer require gradients; gradients with
+    respect to inputs are right. A model in training mode is returned as it is, and its report says so.
+    """
+    config = _read_options(options, config or Config())
+    _check_arguments(model, dtype, level)
+    if not inplace:
+        model = _copy(model, dtype, level, config)
+    context = Context(dtype)
+    source_dtype = _floating_dtype(model)
+    decisions = make_plan(model, config, context)
+    if model.training:
+        return _finish(model, level, dtype, config, _left(decisions, "it is in training mode"), ("Call eval() first.",))
+    if level == "O0":
+        return _finish(model, level, dtype, config, _left(decisions, "level O0"))
+    entries = tuple(_carry_out(decision, context) for decision in _with_progress(decisions))
+    notes = []
+    if any(entry.optimized for entry in entries):
+        for parameter in filter(_is_initialized, model.parameters()):
+            parameter.requires_grad_(False)
+        if config.autocast and dtype in (torch.bfloat16, torch.float16) and source_dtype not in (dtype, None):
+            if not isinstance(model.__dict__.get("forward"), AutocastForward):
+                model.__dict__["forward"] = AutocastForward(model, dtype, source_dtype)
+            notes.append(f"Computes under autocast to {_name(dtype)}; takes and returns {_name(source_dtype)}.")
+    return _finish(model, level, dtype, config, entries, tuple(notes))
+
+
+def _read_options(options: dict[str, Any], config: Config) -> Config:
+    for name, value in options.items():
+        if name in _REFUSED:
+            if value not in (None, False):
+                raise NotImplementedError(f"optimize: {name}: {_REFUSED[name]}")
+        elif name == "weights_prepack":
+            config = Config(**{**vars(config), name: config.weights_prepack if value is None else bool(value)})
+        elif name in _ACCEPTED:
+            if value is not None:
+                _log.warning("optimize: %s has no effect in xopt", name)
+        else:
+            known = ", ".join(("model", "dtype", "inplace", "level", "config", "weights_prepack", *_ACCEPTED))
+            raise TypeError(f"optimize: unknown argument {name!r}; known arguments: {known}")
+    return config
+
+
+def _check_arguments(model: nn.Module, dtype: torch.dtype | None, level: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize: model: expected a torch.nn.Module, got {type(model).__name__}")
+    if dtype is not None and dtype not in _DTYPES:
+        names = ", ".join(_name(known) for known in _DTYPES)
+        raise ValueError(f"optimize: dtype: expected one of {names} or None, got {dtype}")
+    if level not in _LEVELS:
+        raise ValueError(f"optimize: level: expected one of {', '.join(_LEVELS)}, got {level!r}")
+
+
+def _copy(model: Model, dtype: torch.dtype | None, level: str, config: Config) -> Model:
+    """A deep copy, but for the weights that are about to be replaced anyway: those are shared until then."""
+    memo: dict[int, Any] = {}
+    if level != "O0" and not model.training:
+        context = Context(dtype)
+        for decision in make_plan(model, config, context):
+            weight = decision.module._parameters.get("weight") if decision.replacement else None
+            if weight is not None:
+                memo[id(weight)] = weight
+    return copy.deepcopy(model, memo)
+
+
+def _floating_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype that the model as a whole computes in: its first floating parameter's."""
+    return next((parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point), None)
+
+
+def _carry_out(decision: Decision, context: Context) -> Entry:
+    module = decision.module
+    kind = type(module).__name__
+    weights = _own_weights(module)
+    if decision.replacement is None:
+        entry = Entry(decision.path, kind, False, decision.reason, weights)
+    else:
+        entry = Entry(decision.path, kind, True, decision.replacement.replace(module, context), weights)
+    _log.info("%s (%s): %s", entry.path or "the model", entry.kind, entry.detail)
+    return entry
+
+
+def _left(decisions: list[Decision], reason: str) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(
+            decision.path,
+            type(decision.module).__name__,
+            False,
+            reason,
+            _own_weights(decision.module),
+        )
+        for decision in decisions
+    )
+
+
+def _own_weights(module: nn.Module) -> int:
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return sum(parameter.numel() for parameter in filter(_is_initialized, own))
+
+
+def _is_initialized(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, nn.UninitializedParameter)
+
+
+def _finish(
+    model: Model,
+    level: str,
+    dtype: torch.dtype | None,
+    config: Config,
+    entries: tuple[Entry, ...],
+    notes: tuple[str, ...] = (),
+) -> Model:
+    dtype_name = "source dtype" if dtype is None else _name(dtype)
+    model.__dict__[ATTRIBUTE] = Report(level, dtype_name, entries, config, notes)
+    return model
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _with_progress(decisions: list[Decision]) -> Iterable[Decision]:
+    """A bar on a terminal for models that take long enough to make one wonder, and nothing elsewhere."""
+    if len(decisions) < 50 or not sys.stderr.isatty():
+        return decisions
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(decisions, "xopt: packing weights", console=Console(stderr=True), transient=True)
+
+
+if settings.current.verbose and not _log.handlers:
+    _log.addHandler(logging.StreamHandler())
+    _log.setLevel(logging.INFO)

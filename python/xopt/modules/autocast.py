@@ -1,0 +1,71 @@
+"""The forward of a whole optimized model: under autocast inside, and outside with the dtypes of its source.
+
+Autocast is what lets the optimized dtype flow between layers, those that xopt has no kernel for included. A script
+that has autocast on already keeps its own, and gets what autocast gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class AutocastForward:
+    """Stands in a module's `forward` attribute, so that the module keeps its very class.
+
+    Its module is held by a weak reference: a model that referred to itself would keep its memory until the garbage
+    collector comes round.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, source_dtype: torch.dtype) -> None:
+        self._module = weakref.ref(module)
+        self._dtype = dtype
+        self._source_dtype = source_dtype
+        # Libraries look at the arguments that a model's forward takes.
+        self.__signature__ = inspect.signature(type(module).forward.__get__(module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None, "a forward outlived its module"
+        source_forward = type(module).forward
+        if torch.is_autocast_enabled("cpu"):
+            return source_forward(module, *args, **kwargs)
+        with torch.autocast("cpu", dtype=self._dtype):
+            result = source_forward(module, *args, **kwargs)
+        return self._restore_dtype(result)
+
+    def _restore_dtype(self, result: Any) -> Any:
+        """Tensors of the optimized dtype become the source's, in the containers that models answer in. Whatever else
+        a model returns (a key-value cache) goes back in as it came out, and keeps its dtype."""
+        if isinstance(result, torch.Tensor):
+            return result.to(self._source_dtype) if result.dtype == self._dtype else result
+        if isinstance(result, dict):  # transformers' outputs too: writing an item sets the attribute as well
+            for key, value in list(result.items()):
+                restored = self._restore_dtype(value)
+                if restored is not value:
+                    result[key] = restored
+            return result
+        if isinstance(result, tuple) and hasattr(result, "_fields"):
+            return type(result)(*(self._restore_dtype(item) for item in result))
+        if type(result) in (tuple, list):
+            return type(result)(self._restore_dtype(item) for item in result)
+        return result
+
+    @property
+    def __code__(self) -> Any:
+        """torch.export says by it where a model's forward stands."""
+        module = self._module()
+        assert module is not None, "a forward outlived its module"
+        return inspect.unwrap(type(module).forward).__code__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
+        module = self._module()
+        assert module is not None, "a forward outlived its module"
+        return AutocastForward(memo.get(id(module), module), self._dtype, self._source_dtype)
+
+    def __reduce__(self) -> Any:
+        return AutocastForward, (self._module(), self._dtype, self._source_dtype)

@@ -1,0 +1,110 @@
+"""What all replacements have in common: they change a module in place, by giving it a class derived of its own.
+
+The module object stays: its name, hooks, attributes and parameters of the same names are kept, and `isinstance` with
+its source class holds. `Replacement.adopt` derives that class, once for each pair of source class and replacement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Context:
+    """What one call of `optimize` knows while it goes through a model."""
+
+    dtype: torch.dtype | None
+    """The dtype that weights shall have; None: the one they have."""
+    replaced: dict[int, nn.Parameter] = field(default_factory=dict)
+    """By the id of a source parameter, what took its place: where two modules share one, they go on sharing."""
+    shared: set[int] = field(default_factory=set)
+    """Ids of parameters that some other module reads in its plain layout."""
+
+    def target(self, weight: torch.Tensor) -> torch.dtype:
+        return self.dtype or weight.dtype
+
+
+class Replacement:
+    """A mixin that stands before the source class in the derived one. `optimize` tries its direct subclasses."""
+
+    source: ClassVar[type[nn.Module]]
+    """Its instances and those of its subclasses are candidates."""
+    switch: ClassVar[str]
+    """The name in `Config` that turns it off."""
+
+    @classmethod
+    def why_not(cls, module: Any, context: Context) -> str | None:
+        """Why this module has to stay as it is, in words for the report; None: it can be replaced."""
+        raise NotImplementedError
+
+    @classmethod
+    def replace(cls, module: Any, context: Context) -> str:
+        """Changes the module in place; what was done, in words for the report."""
+        raise NotImplementedError
+
+
+_derived: dict[tuple[type, type], type] = {}
+
+
+def derive(replacement: type, source: type) -> type:
+    key = replacement, source
+    if key not in _derived:
+        attributes = {
+            "__module__": source.__module__,
+            "__qualname__": source.__qualname__,
+            "__doc__": source.__doc__,
+            "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source), self.__dict__),
+        }
+        _derived[key] = type(source.__name__, (replacement, source), attributes)
+    return _derived[key]
+
+
+def _restore(replacement: type, source: type) -> nn.Module:
+    """An empty instance, for pickle and deepcopy: a derived class cannot be found by its name."""
+    derived: Any = derive(replacement, source)
+    module: nn.Module = derived.__new__(derived)
+    return module
+
+
+def own_forward(module: nn.Module, source: type[nn.Module]) -> bool:
+    """Whether the module computes something else than `source` does."""
+    return type(module).forward is not source.forward or "forward" in module.__dict__
+
+
+def result_dtype(input: torch.Tensor) -> torch.dtype:
+    """Autocast's dtype under autocast, else the input's."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+
+
+def plain_parameter_problem(module: nn.Module, name: str) -> str | None:
+    """Why a module's parameter cannot be taken over as it stands."""
+    if nn.utils.parametrize.is_parametrized(module):
+        return "its weight is computed by a parametrization"
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        return f"its {name} is no parameter of its own (weight_norm and the like compute it in every call)"
+    if isinstance(parameter, nn.UninitializedParameter):
+        return "its parameters are not initialized yet"
+    if type(parameter) is not nn.Parameter:
+        return f"its {name} is a {type(parameter).__name__}"
+    if parameter.device.type != "cpu":
+        return f"its {name} is on device {parameter.device}"
+    if parameter.layout != torch.strided:
+        return f"its {name} has layout {parameter.layout}"
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its {name} has dtype {parameter.dtype}"
+    return None
+
+
+def cast_parameter(parameter: torch.Tensor, context: Context) -> nn.Parameter:
+    """The parameter in the target dtype, still in its plain layout; the same one for all that share it."""
+    if id(parameter) not in context.replaced:
+        with torch.no_grad():
+            # A copy even where the dtype stays: the source model may still hold this one.
+            values = parameter.detach().to(context.target(parameter), copy=True)
+        context.replaced[id(parameter)] = nn.Parameter(values, requires_grad=False)
+    return context.replaced[id(parameter)]

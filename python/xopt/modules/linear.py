@@ -1,0 +1,122 @@
+"""nn.Linear with a packed weight, on `torch.ops.xopt.linear`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from xopt.modules.base import (
+    Context,
+    Replacement,
+    cast_parameter,
+    derive,
+    own_forward,
+    plain_parameter_problem,
+    result_dtype,
+)
+from xopt.modules.packed_parameter import PackedParameter
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PackedLinear(Replacement, nn.Linear):
+    """Computes with its packed weight wherever it can: on CPU tensors that want no gradient. A weight that somebody
+    put in the packed one's place (functional_call, an assignment) is used as torch would use it."""
+
+    source: ClassVar[type[nn.Module]] = nn.Linear
+    switch: ClassVar[str] = "weights_prepack"
+
+    @classmethod
+    def why_not(cls, module: nn.Linear, context: Context) -> str | None:
+        if own_forward(module, nn.Linear):
+            return "it has a forward of its own"
+        problem = plain_parameter_problem(module, "weight")
+        if problem is not None:
+            return problem
+        if module.bias is not None and module.bias.dtype not in _FLOATING:
+            return f"its bias has dtype {module.bias.dtype}"
+        return None
+
+    @classmethod
+    def replace(cls, module: nn.Linear, context: Context) -> str:
+        weight = module.weight
+        if id(weight) in context.shared:
+            module._parameters["weight"] = cast_parameter(weight, context)
+            module.__class__ = derive(cls, type(module))
+            return "cast, not packed: its weight is shared with a module that reads it in the plain layout"
+        packed = context.replaced.get(id(weight))
+        if packed is None:
+            packed = context.replaced[id(weight)] = PackedParameter.pack(weight, context.target(weight))
+        module._parameters["weight"] = packed
+        module.__class__ = derive(cls, type(module))
+        return f"packed as {str(packed.dtype).removeprefix('torch.')}"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+        if type(weight) is not PackedParameter or wants_gradient or input.dtype not in _FLOATING:
+            return self._plain_forward(input)
+        result: torch.Tensor = torch.ops.xopt.linear(
+            input, weight.packed, self.out_features, bias, out_dtype=result_dtype(input)
+        )
+        return result
+
+    def _plain_forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        if type(weight) is PackedParameter:
+            weight = weight.unpack()
+        if input.dtype in _FLOATING and not torch.is_autocast_enabled("cpu"):
+            weight = weight.to(input.dtype)
+            bias = None if bias is None else bias.to(input.dtype)
+        return functional.linear(input, weight, bias)
+
+    # ---- The weight that others see ----------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = self._parameters["weight"]
+        if type(weight) is PackedParameter:
+            plain = weight.unpack()
+            destination[prefix + "weight"] = nn.Parameter(plain, requires_grad=False) if keep_vars else plain
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        packed = self._parameters["weight"]
+        if type(packed) is not PackedParameter or prefix + "weight" not in state_dict:
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            return
+        # torch fills a plain parameter, with all its checks and messages; that one is packed.
+        plain = nn.Parameter(torch.full(packed.shape, torch.nan, dtype=packed.dtype), requires_grad=False)
+        self._parameters["weight"] = plain
+        try:
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            loaded = self._parameters["weight"]
+        finally:
+            self._parameters["weight"] = packed
+        given = state_dict[prefix + "weight"]
+        if loaded is not None and isinstance(given, torch.Tensor) and given.shape == packed.shape:
+            packed.assign(loaded)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        packed = self._parameters["weight"]
+        if type(packed) is not PackedParameter:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        before = packed.unpack()
+        after = fn(before)
+        self._parameters["weight"] = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters["weight"] = packed
+        if after.dtype == before.dtype and after.device == before.device:
+            return self
+        if packed.successor is None:
+            can_pack = after.device.type == "cpu" and after.dtype in _FLOATING
+            packed.successor = (
+                PackedParameter.pack(after, after.dtype) if can_pack else nn.Parameter(after, requires_grad=False)
+            )
+        self._parameters["weight"] = packed.successor
+        return self

@@ -1,0 +1,75 @@
+"""Decides for every module of a model whether it is replaced, and why not. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from xopt import modules  # noqa: F401 - finds the replacements
+from xopt.config import Config
+from xopt.modules.base import Context, Replacement
+
+# Children that their parent never calls: it reads their weights, so a packed one would be unpacked in each call.
+_READS_ITS_CHILDREN = (nn.MultiheadAttention,)
+
+
+@dataclass(frozen=True)
+class Decision:
+    path: str
+    """The module's name in the model; "" for the model itself."""
+    module: nn.Module
+    replacement: type[Replacement] | None
+    reason: str = ""
+    """Why it stays as it is, where it does."""
+
+
+def make_plan(model: nn.Module, config: Config, context: Context) -> list[Decision]:
+    """One decision for each module that has parameters of its own. `context.shared` is filled on the way."""
+    decisions = list(_decide(model, config, context))
+    _find_shared(decisions, context)
+    return decisions
+
+
+def _decide(model: nn.Module, config: Config, context: Context) -> Iterator[Decision]:
+    untouchable: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for child in module.children():
+            if isinstance(module, _READS_ITS_CHILDREN):
+                untouchable[id(child)] = f"{type(module).__name__} reads its weight itself"
+            elif id(module) in untouchable:
+                untouchable[id(child)] = untouchable[id(module)]
+            elif isinstance(module, torch.jit.ScriptModule):
+                untouchable[id(child)] = "it belongs to a TorchScript module"
+        if not module._parameters and not any(isinstance(module, kind.source) for kind in _replacements()):
+            continue
+        yield _decide_one(path, module, untouchable.get(id(module)), config, context)
+
+
+def _decide_one(path: str, module: nn.Module, untouchable: str | None, config: Config, context: Context) -> Decision:
+    if issubclass(type(module), Replacement):
+        return Decision(path, module, None, "it is optimized already")
+    for replacement in _replacements():
+        if not isinstance(module, replacement.source):
+            continue
+        if not getattr(config, replacement.switch):
+            return Decision(path, module, None, f"Config({replacement.switch}=False)")
+        reason = untouchable or replacement.why_not(module, context)
+        return Decision(path, module, None if reason else replacement, reason or "")
+    return Decision(path, module, None, "xopt has no kernel for it yet, or it needs none")
+
+
+def _replacements() -> list[type[Replacement]]:
+    return Replacement.__subclasses__()
+
+
+def _find_shared(decisions: list[Decision], context: Context) -> None:
+    """A weight that a Linear and some other module share keeps its plain layout."""
+    readers: dict[int, set[type[Replacement] | None]] = {}
+    for decision in decisions:
+        for parameter in decision.module._parameters.values():
+            if parameter is not None:
+                readers.setdefault(id(parameter), set()).add(decision.replacement)
+    context.shared.update(parameter for parameter, kinds in readers.items() if len(kinds) > 1)

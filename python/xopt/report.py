@@ -1,0 +1,87 @@
+"""What `optimize` did with a model, module by module, and why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from xopt.config import Config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ATTRIBUTE = "_xopt_report"
+
+
+@dataclass(frozen=True)
+class Entry:
+    path: str
+    """The module's name in the model; "" for the model itself."""
+    kind: str
+    """The module's class."""
+    optimized: bool
+    detail: str
+    """What was done, or why it was left alone."""
+    weights: int
+    """Elements of its own parameters."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """print() shows it grouped; `entries` and `to_json` hold every module."""
+
+    level: str
+    dtype: str
+    entries: tuple[Entry, ...]
+    config: Config
+    notes: tuple[str, ...] = ()
+
+    @property
+    def optimized_linear_share(self) -> float:
+        """Of the weights of all linear layers, each of which takes part in one multiply-add a row, those on xopt's
+        kernels. Products that have no weight (attention) and convolutions are not counted."""
+        linear = [entry for entry in self.entries if "Linear" in entry.kind or entry.detail.startswith("packed")]
+        total = sum(entry.weights for entry in linear)
+        packed = sum(entry.weights for entry in linear if entry.detail.startswith("packed"))
+        return packed / total if total else 0.0
+
+    def to_json(self) -> str:
+        content = dataclasses.asdict(self) | {"optimized_linear_share": self.optimized_linear_share}
+        return json.dumps(content, indent=2)
+
+    def table(self) -> Table:
+        from rich.table import Table
+
+        table = Table("", "class", "modules", "weights", "what", title=f"xopt: level {self.level}, {self.dtype}")
+        groups: dict[tuple[bool, str, str], list[Entry]] = {}
+        for entry in self.entries:
+            groups.setdefault((entry.optimized, entry.kind, entry.detail), []).append(entry)
+        for (optimized, kind, detail), entries in sorted(groups.items(), key=lambda group: not group[0][0]):
+            weights = sum(entry.weights for entry in entries)
+            what = detail if len(entries) > 1 or not entries[0].path else f"{detail} ({entries[0].path})"
+            table.add_row("optimized" if optimized else "left", kind, str(len(entries)), f"{weights:,}", what)
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        console = Console(file=text, width=120)
+        console.print(self.table())
+        console.print(f"{self.optimized_linear_share:.1%} of the linear layers' weights run on xopt's kernels.")
+        for note in self.notes:
+            console.print(note)
+        return text.getvalue()
+
+
+def report(model: nn.Module) -> Report:
+    """The report of the `optimize` call that made this model."""
+    found: Any = model.__dict__.get(ATTRIBUTE)
+    if not isinstance(found, Report):
+        raise ValueError(f"report: model: expected what xopt.optimize returned, got a {type(model).__name__} without")
+    return found
