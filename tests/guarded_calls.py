@@ -136,6 +136,18 @@ def int8_calls(caller: Caller, m: int, n: int, k: int, dtype: torch.dtype) -> No
         caller.call(f"qlinear {where} to {out}", qlinear, x, row_scale, row_zero, packed, bias, other)
 
 
+def attention_calls(caller: Caller, queries: int, keys: int, depth: int, dtype: torch.dtype) -> None:
+    where = f"{queries}x{keys}x{depth} {dtype}"
+    query, key = (torch.randn(2, 2, rows, depth).to(dtype) for rows in (queries, keys))
+    value, allowed, added = torch.randn(2, 2, keys, 33).to(dtype), torch.rand(queries, keys) < 0.7, torch.randn(keys)
+    for mask in (None, allowed, added.to(dtype)):
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> object:
+            return torch.ops.xopt.attention(query, key, value, mask, causal=mask is None, causal_offset=keys // 2)
+
+        caller.call(f"attention {where}", attention, query, key, value, mask)
+
+
 def main(mode: str) -> None:
     import xopt  # noqa: F401  (registers the operators)
 
@@ -147,6 +159,8 @@ def main(mode: str) -> None:
         float_calls(caller, m, n, k, torch.bfloat16, FLOATS[index % 2 * 2])
         for dtype in (torch.uint8, torch.int8):
             int8_calls(caller, m, n, k, dtype)
+        for dtype in FLOATS:
+            attention_calls(caller, m, n, k, dtype)
     print(f"calls made: {caller.calls}")
 
 

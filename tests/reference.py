@@ -237,6 +237,46 @@ def row_norm(x: Estimate, kind: str, weight: Tensor | None, bias: Tensor | None,
     return add_bias(result, bias)
 
 
+# ---- Attention -----------------------------------------------------------------------------------------------------
+
+EXP_RELATIVE = 2e-6  # allowed approximation error of an exponential
+EXP_FLUSHED = 2.0**-125  # exponentials below this may be zero
+EXP_RANGE = 100.0  # scores this far below the largest count nothing in fp32
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, weight_rounding: float = 0.0
+) -> Estimate:
+    """All [batch, heads, rows, columns] in float64, the same number of heads; the result is [batch, rows, heads, ...].
+
+    `weight_rounding`: the relative error of probabilities that are stored before they are multiplied by the values.
+    """
+    keys, depth = key.shape[2], key.shape[3]
+    if keys == 0:
+        nothing = (query @ key.mT @ value).transpose(1, 2)
+        false = torch.zeros_like(nothing, dtype=torch.bool)
+        return Estimate(nothing, torch.zeros_like(nothing), false, false)
+    scale = single(scale)
+    product = query @ key.mT * scale
+    scores = product + bias
+    error = (depth + 6) * U32 * (query.abs() @ key.abs().mT * abs(scale))
+    error = error + 2 * U32 * (product.abs() + finite(bias).abs() + EXP_RANGE) + depth * SMALLEST_NORMAL
+    largest = scores.amax(-1, keepdim=True)
+    matters = scores > largest - EXP_RANGE
+    worst = torch.where(matters, error, 0.0).amax(-1, keepdim=True)
+    weights = torch.exp(scores - largest).nan_to_num(0.0)  # of a row that sees nothing: -inf minus -inf
+    total = weights.sum(-1, keepdim=True)
+    weights = torch.where(total > 0, weights / total, 0.0)
+    steps = keys // 32 + 2  # of the online softmax, each with a factor
+    relative = 2 * (torch.expm1(2 * worst) + steps * EXP_RELATIVE) + 2 * (keys + 8) * U32 + weight_rounding
+    out = weights @ value
+    bound = (weights @ value.abs()) * relative + EXP_FLUSHED * value.abs().sum(2, keepdim=True)
+    bound = torch.where(total > 0, bound, 0.0) + U32 * out.abs() + DENORMAL
+    unchecked = (relative > 0.5).expand_as(out)
+    value, bound, unchecked = (x.transpose(1, 2) for x in (out, bound, unchecked))
+    return Estimate(value, bound, torch.zeros_like(unchecked), unchecked)
+
+
 # ---- Comparison ----------------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,7 @@ class Stack {
   StringHandle string() { return pop<StringHandle>(); }
   int64_t integer() { return pop<int64_t>(); }
   double number() { return pop<double>(); }
+  std::optional<double> optional_number() { return pop<std::optional<double>>(); }
   bool boolean() { return pop<bool>(); }
   int32_t dtype_code() { return pop<int32_t>(); }
   std::optional<int32_t> optional_dtype_code() { return pop<std::optional<int32_t>>(); }

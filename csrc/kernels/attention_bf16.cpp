@@ -1,0 +1,28 @@
+// Attention of bf16 tensors. See attention.h and attention_loop.h.
+// isa: scalar avx2 avx512 avx512_bf16 amx
+#include "kernels/attention_loop.h"
+#include "tiles/block_amx.h"
+#include "tiles/block_avx2.h"
+#include "tiles/block_avx512.h"
+#include "tiles/block_scalar.h"
+
+namespace xopt::XOPT_ISA {
+namespace {
+
+void attention_bf16(const AttentionCall& call) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AMX
+  attention_with<TileBlock<TileBf16>, Bf16>(call, DType::bf16);
+#elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+  attention_with<DotBlock<DotBf16>, Bf16>(call, DType::bf16);
+#elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
+  attention_with<FmaBlock<WeightBf16>, Bf16>(call, DType::bf16);
+#else
+  attention_with<ScalarBlock<Bf16, float, float, Bf16>, Bf16>(call, DType::bf16);
+#endif
+}
+
+}  // namespace
+
+XOPT_REGISTER_KERNEL(attention, bf16, attention_bf16);
+
+}  // namespace xopt::XOPT_ISA

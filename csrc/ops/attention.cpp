@@ -1,0 +1,159 @@
+// xopt::attention: softmax(scale * query key^T + mask) value over heads.
+#include "kernels/attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "ops/check.h"
+#include "runtime/registry.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr const char* kOp = "attention";
+
+struct AttentionArguments {
+  explicit AttentionArguments(Stack stack)
+      : query(stack.tensor()),
+        key(stack.tensor()),
+        value(stack.tensor()),
+        mask(stack.optional_tensor()),
+        scale(stack.optional_number()),
+        causal(stack.boolean()),
+        causal_offset(stack.integer()),
+        window(stack.integer()) {}
+
+  Tensor query, key, value, mask;
+  std::optional<double> scale;
+  bool causal;
+  int64_t causal_offset, window;
+};
+
+void check_dims(const char* name, const Tensor& tensor, const char* rows, const char* columns) {
+  if (tensor.dims() == 4) return;
+  fail(kOp, name, "expected four dimensions [batch, heads, ", rows, ", ", columns, "], got shape ",
+       tensor.shape_text());
+}
+
+// Checks the three tensors against each other and fills in the sizes.
+DType check_heads(const AttentionArguments& arguments, AttentionCall* call) {
+  const Tensor &query = arguments.query, &key = arguments.key, &value = arguments.value;
+  const Checked checked[] = {{kOp, "query", query}, {kOp, "key", key}, {kOp, "value", value}};
+  for (const Checked& one : checked) one.cpu();
+  const DType dtype = checked[0].dtype({DType::f32, DType::bf16, DType::f16});
+  checked[1].dtype({dtype});
+  checked[2].dtype({dtype});
+  check_dims("query", query, "queries", "depth");
+  check_dims("key", key, "keys", "depth");
+  check_dims("value", value, "keys", "value depth");
+  call->batch = query.size(0);
+  call->heads = key.size(1);
+  call->queries = query.size(2);
+  call->keys = key.size(2);
+  call->depth = query.size(3);
+  call->value_depth = value.size(3);
+  checked[1].shape({call->batch, call->heads, call->keys, call->depth});
+  checked[2].shape({call->batch, call->heads, call->keys, call->value_depth});
+  const int64_t query_heads = query.size(1);
+  if (call->heads == 0 ? query_heads != 0 : query_heads % call->heads != 0) {
+    fail(kOp, "query", "expected a number of heads that is a multiple of the ", call->heads, " heads of key, got ",
+         query_heads);
+  }
+  call->group = call->heads == 0 ? 0 : query_heads / call->heads;
+  return dtype;
+}
+
+// The view of a tensor, which is replaced by a copy where its last dimension is not contiguous.
+HeadsView heads_view(Tensor* tensor) {
+  if (tensor->size(3) > 1 && tensor->stride(3) != 1) *tensor = tensor->contiguous_copy();
+  return {tensor->data(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+}
+
+MaskKind mask_kind(const Tensor& mask) {
+  if (mask.dtype_code() == aoti_torch_dtype_bool()) return MaskKind::allowed;
+  const std::optional<DType> dtype = dtype_from_torch(mask.dtype_code());
+  if (dtype == DType::f32) return MaskKind::f32;
+  if (dtype == DType::bf16) return MaskKind::bf16;
+  if (dtype == DType::f16) return MaskKind::f16;
+  fail(kOp, "mask", "expected dtype bool or float32 or bfloat16 or float16, got ", torch_dtype_name(mask.dtype_code()));
+}
+
+AttentionMask mask_view(const Tensor& mask, const AttentionCall& call) {
+  AttentionMask view;
+  if (!mask) return view;
+  const Checked checked{kOp, "mask", mask};
+  checked.cpu();
+  view.kind = mask_kind(mask);
+  const int64_t wanted[] = {call.batch, call.heads * call.group, call.queries, call.keys};
+  int64_t* strides[] = {&view.batch_stride, &view.head_stride, &view.row_stride, &view.column_stride};
+  bool fits = mask.dims() <= 4;
+  for (int64_t dim = 0; fits && dim < mask.dims(); ++dim) {
+    const int64_t place = 4 - mask.dims() + dim;
+    fits = mask.size(dim) == wanted[place] || mask.size(dim) == 1;
+    if (mask.size(dim) != 1) *strides[place] = mask.stride(dim);
+  }
+  if (!fits) {
+    checked.fail("expected a shape that broadcasts to [", wanted[0], ", ", wanted[1], ", ", wanted[2], ", ", wanted[3],
+                 "], got ", mask.shape_text());
+  }
+  view.data = mask.data();
+  return view;
+}
+
+// Causality and window as offsets from a query to its first and last key, where nothing overflows any more.
+void set_band(const AttentionArguments& arguments, AttentionCall* call) {
+  if (arguments.window < 0) fail(kOp, "window", "expected a number of at least 0, got ", arguments.window);
+  const int64_t most = call->queries + call->keys;
+  call->first_offset = -most;
+  call->last_offset = most;
+  if (arguments.causal) call->last_offset = std::clamp(arguments.causal_offset, -most, most);
+  if (arguments.window > 0) {
+    int64_t first = 0;
+    if (__builtin_sub_overflow(arguments.causal_offset, arguments.window - 1, &first)) first = -most;
+    call->first_offset = std::clamp(first, -most, most);
+  }
+}
+
+float checked_scale(const std::optional<double>& scale, int64_t depth) {
+  if (scale && !std::isfinite(*scale)) fail(kOp, "scale", "expected a finite number, got ", *scale);
+  return static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(1, depth))));
+}
+
+void run(const AttentionCall& call, DType dtype) {
+  static Kernel<AttentionFn> f32("attention", "f32"), bf16("attention", "bf16"), f16("attention", "f16");
+  (dtype == DType::f32 ? f32 : dtype == DType::bf16 ? bf16 : f16)(call);
+}
+
+void attention(StableIValue* stack, uint64_t, uint64_t) {
+  AttentionArguments arguments{Stack(stack)};
+  check_no_gradient({{kOp, "query", arguments.query},
+                     {kOp, "key", arguments.key},
+                     {kOp, "value", arguments.value},
+                     {kOp, "mask", arguments.mask}});
+  AttentionCall call{};
+  const DType dtype = check_heads(arguments, &call);
+  call.mask = mask_view(arguments.mask, call);
+  set_band(arguments, &call);
+  call.scale = checked_scale(arguments.scale, call.depth);
+  call.query = heads_view(&arguments.query);
+  call.key = heads_view(&arguments.key);
+  call.value = heads_view(&arguments.value);
+
+  const int64_t sizes[] = {call.batch, call.queries, call.heads * call.group, call.value_depth};
+  Tensor out = Tensor::empty(sizes, 4, dtype);
+  call.out = out.mutable_data();
+  run(call, dtype);
+  return_tensor(stack, 0, std::move(out));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
+  library.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, *, float? scale=None, bool causal=False, "
+      "int causal_offset=0, int window=0) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("attention", &attention); }
+
+}  // namespace xopt::ops

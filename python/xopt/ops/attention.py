@@ -1,0 +1,27 @@
+"""The fake of attention."""
+
+from __future__ import annotations
+
+from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
+
+
+@fake_of("attention")
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_offset: int = 0,
+    window: int = 0,
+) -> Tensor:
+    check("attention", {"query": query, "key": key, "value": value, "mask": mask}, FLOATING)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise RuntimeError(
+                f"xopt::attention: {name}: expected four dimensions [batch, heads, rows, depth], got {tensor.dim()}"
+            )
+    batch, heads, queries, _ = query.shape
+    return query.new_empty((batch, queries, heads, value.shape[3]))

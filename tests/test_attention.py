@@ -1,0 +1,316 @@
+"""xopt::attention against the float64 reference: masks, bands, groups of heads, strides, and any number of threads."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from tests import cases, reference
+from tests.cases import DTYPES
+from tests.families import Family, expect_values, flushes_denormals
+
+Tensor = torch.Tensor
+
+LAYOUTS = {"contiguous": 40, "merged": 30, "offset": 8, "sliced": 8, "row_step": 8, "expanded": 8, "k_strided": 8}
+MASK_DIMS = ("bhqk", "b11k", "11qk", "1hqk", "bh1k", "bhq1", "qk", "k", "1", "")
+WORK_LIMIT = 1_500_000
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    seed: int = 0
+    dtype: str = "f32"
+    batch: int = 1
+    heads: int = 1
+    group: int = 1
+    queries: int = 1
+    keys: int = 1
+    depth: int = 1
+    value_depth: int = 1
+    values: str = "normal"
+    layout: str = "contiguous"
+    mask: str = ""
+    mask_dims: str = "bhqk"
+    mask_strided: bool = False
+    scale: float = 0.0  # 0: the default
+    causal: bool = False
+    causal_offset: int = 0
+    window: int = 0
+
+
+def sample(rng: random.Random) -> AttentionCase:
+    queries, keys, depth = cases.pick_sizes(rng)
+    value_depth = depth if rng.random() < 0.5 else cases.pick_size(rng)
+    batch, heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 4, 5))
+    while batch * heads * group * queries * keys * max(depth, value_depth, 1) > WORK_LIMIT and queries > 1:
+        batch, heads, queries = max(1, batch - 1), max(1, heads - 1), queries // 2 + 1 if queries > 2 else 1
+    causal = rng.random() < 0.4
+    return AttentionCase(
+        seed=rng.randrange(1_000_000),
+        dtype=rng.choice(cases.FLOATS),
+        batch=batch,
+        heads=heads,
+        group=group,
+        queries=queries,
+        keys=keys,
+        depth=depth,
+        value_depth=value_depth,
+        values=rng.choice(("normal", "normal", "normal", "integers", "one_hot", "zeros", "mixed")),
+        layout=cases.pick(rng, LAYOUTS),
+        mask=rng.choice(("", "", "bool", "f32", "bf16", "f16")),
+        mask_dims=rng.choice(MASK_DIMS),
+        mask_strided=rng.random() < 0.2,
+        scale=rng.choice((0.0, 0.0, 0.5, 1.0, -0.25)),
+        causal=causal,
+        causal_offset=rng.choice((0, keys - queries, 1, -3, 100, -300)) if causal else 0,
+        window=rng.choice((0, 1, 7, 40, 300)) if causal else 0,
+    )
+
+
+def merged(tensors: list[Tensor]) -> list[Tensor]:
+    """The same values as slices of one projection [batch, rows, all columns], amid poison."""
+    batch, _, rows, _ = tensors[0].shape
+    widths = [x.shape[1] * x.shape[3] for x in tensors]
+    views = cases.poisoned((batch, rows, sum(widths) + 3), tensors[0].dtype)[..., 1:-2].split(widths, -1)
+    return [
+        view.view(batch, rows, x.shape[1], x.shape[3]).transpose(1, 2).copy_(x)
+        for view, x in zip(views, tensors, strict=True)
+    ]
+
+
+def inputs(case: AttentionCase, generator: torch.Generator) -> list[Tensor]:
+    shapes = (
+        (case.batch, case.heads * case.group, case.queries, case.depth),
+        (case.batch, case.heads, case.keys, case.depth),
+        (case.batch, case.heads, case.keys, case.value_depth),
+    )
+    tensors = [cases.values(case.values, shape, DTYPES[case.dtype], generator) for shape in shapes]
+    if case.layout == "merged":
+        query, key, value = tensors
+        return [*merged([query]), *merged([key, value])]
+    return [cases.laid_out(x, case.layout) for x in tensors]
+
+
+def mask_of(case: AttentionCase, generator: torch.Generator) -> Tensor | None:
+    if not case.mask:
+        return None
+    sizes = {"b": case.batch, "h": case.heads * case.group, "q": case.queries, "k": case.keys, "1": 1}
+    plain = torch.randn([sizes[dim] for dim in case.mask_dims], generator=generator)
+    chosen = plain < 0.5 if case.mask == "bool" else torch.where(plain > 1.2, -math.inf, 2 * plain)
+    chosen = chosen.to(torch.bool if case.mask == "bool" else DTYPES[case.mask])
+    return torch.stack([chosen, chosen], -1)[..., 0] if case.mask_strided else chosen
+
+
+def bias_of(case: AttentionCase, mask: Tensor | None) -> Tensor:
+    """All that is masked, as one additive mask in float64."""
+    bias = torch.zeros(case.batch, case.heads * case.group, case.queries, case.keys, dtype=torch.float64)
+    if mask is not None:
+        bias = bias + (torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask).double()
+    distance = torch.arange(case.keys) - torch.arange(case.queries)[:, None] - case.causal_offset
+    hidden = (distance > 0) & case.causal
+    if case.window > 0:
+        hidden |= distance <= -case.window
+    return bias.masked_fill(hidden, -math.inf)
+
+
+def call(case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    out = torch.ops.xopt.attention(
+        query,
+        key,
+        value,
+        mask,
+        scale=case.scale or None,
+        causal=case.causal,
+        causal_offset=case.causal_offset,
+        window=case.window,
+    )
+    return torch.as_tensor(out)
+
+
+def check(case: AttentionCase) -> None:
+    generator = torch.Generator().manual_seed(case.seed)
+    query, key, value = inputs(case, generator)
+    mask = mask_of(case, generator)
+    out = call(case, query, key, value, mask)
+    keys, values = (x.double().repeat_interleave(case.group, 1) for x in (key, value))
+    dtype = DTYPES[case.dtype]
+    flushes = flushes_denormals(dtype)
+    scale = case.scale or 1 / math.sqrt(max(1, case.depth))
+    # Where products are of bf16, so are the probabilities.
+    rounding = 2.0**-8 if flushes else 0.0
+    expected = reference.attention(query.double(), keys, values, bias_of(case, mask), scale, rounding)
+    shape = (case.batch, case.queries, case.heads * case.group, case.value_depth)
+    expect_values("the output", out, expected, shape, dtype, flushes)
+
+
+FAMILY = Family("attention", AttentionCase, sample, check)
+
+
+def test_cases(case_batch: list[AttentionCase]) -> None:
+    FAMILY.run_all(case_batch)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_tails(dtype: str) -> None:
+    FAMILY.run_all(
+        AttentionCase(seed=queries, dtype=dtype, queries=queries, keys=keys, depth=depth, value_depth=value_depth)
+        for queries in (1, 8, 9, 15, 33)
+        for keys in (1, 2, 31, 33, 257)
+        for depth in (1, 16, 17, 33)
+        for value_depth in (1, 31, 32, 65)
+    )
+
+
+def test_depth_of_several_blocks() -> None:
+    FAMILY.run_all(
+        AttentionCase(dtype=dtype, queries=queries, keys=70, depth=depth, value_depth=40)
+        for dtype in cases.FLOATS
+        for queries in (2, 40)
+        for depth in (383, 385, 513, 1100)
+    )
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_bands(dtype: str) -> None:
+    """Causality and windows whose edges fall within and between blocks of keys."""
+    FAMILY.run_all(
+        AttentionCase(
+            dtype=dtype,
+            group=group,
+            queries=queries,
+            keys=keys,
+            depth=16,
+            value_depth=16,
+            layout="merged",
+            causal=True,
+            causal_offset=offset,
+            window=window,
+        )
+        for group in (1, 3)
+        for queries, keys in ((1, 700), (5, 600), (300, 300), (50, 530))
+        for offset in (0, keys - queries, 255, 256, -20, -1000, 10_000)
+        for window in (0, 1, 100, 256, 10_000)
+    )
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_several_parts_of_a_head(dtype: str) -> None:
+    FAMILY.run_all(
+        AttentionCase(dtype=dtype, queries=2100, keys=40, depth=8, value_depth=8, group=group, causal=causal)
+        for group, causal in ((1, False), (1, True), (2, True))
+    )
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_zero_sizes(dtype: str) -> None:
+    names = ("batch", "heads", "queries", "keys", "depth", "value_depth")
+    sizes = dict.fromkeys(names, 3)
+    for queries in (3, 20):
+        FAMILY.run_all(
+            AttentionCase(dtype=dtype, **{**sizes, "queries": queries, name: 0})  # type: ignore[arg-type]
+            for name in names
+        )
+
+
+def random_heads(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+ROWS = (2, 40)  # on the way without packing, and with it
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("queries", ROWS)
+@pytest.mark.parametrize("name", cases.FLOATS)
+def test_rows_that_see_nothing_are_zero(name: str, queries: int) -> None:
+    dtype = DTYPES[name]
+    query, key = random_heads(1, 2, queries, 24, dtype=dtype), random_heads(1, 2, 600, 24, dtype=dtype)
+    value = torch.full_like(key, math.nan)
+    for mask in (torch.zeros(600, dtype=torch.bool), torch.full((queries, 1), -math.inf)):
+        assert not torch.ops.xopt.attention(query, key, value, mask).any()
+    assert not torch.ops.xopt.attention(query, key, value, causal=True, causal_offset=-queries).any()
+    assert not torch.ops.xopt.attention(query, key, value, window=1, causal_offset=600).any()
+    mask = torch.ones(queries, 600, dtype=torch.bool)
+    mask[1] = False
+    out = torch.ops.xopt.attention(query, key, key, mask)
+    assert not out[:, 1].any()
+    assert torch.equal(out[:, 0], torch.ops.xopt.attention(query, key, key)[:, 0])
+
+
+@pytest.mark.parametrize("queries", ROWS)
+def test_keys_seen_after_none(queries: int) -> None:
+    """The maximum is -inf for a whole block of keys before the first one counts."""
+    query, key = random_heads(1, 1, queries, 8), random_heads(1, 1, 900, 8)
+    mask = torch.zeros(900, dtype=torch.bool)
+    mask[700:] = True
+    expected = F.scaled_dot_product_attention(query, key[:, :, 700:], key[:, :, 700:])
+    out = torch.ops.xopt.attention(query, key, key, mask)
+    assert torch.allclose(out, expected.transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", ROWS)
+def test_nan_and_the_smallest_number_come_through(queries: int) -> None:
+    query, key = random_heads(1, 1, queries, 8), random_heads(1, 1, 300, 8)
+    query[0, 0, 1, 3] = math.nan
+    out = torch.ops.xopt.attention(query, key, key)
+    assert out[0, 1].isnan().all()
+    assert not out[0, 0].isnan().any()
+    # A mask of the smallest float hides keys, but where it hides all of them, none.
+    mask = torch.full((300,), torch.finfo(torch.float32).min)
+    average = torch.ops.xopt.attention(query[:, :, :1].expand_as(query), key, key, mask)
+    assert torch.allclose(average[0, 0, 0], key[0, 0].mean(0), atol=1e-5)
+
+
+def test_scores_of_any_size_do_not_overflow() -> None:
+    key = random_heads(1, 1, 300, 8)
+    for queries in ROWS:
+        query = random_heads(1, 1, queries, 8) * 1e4
+        out = torch.ops.xopt.attention(query, key, key)
+        expected = F.scaled_dot_product_attention(query.double(), key.double(), key.double())
+        assert torch.allclose(out.double(), expected.transpose(1, 2), atol=1e-3)
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_bitwise_equal_for_any_number_of_threads(dtype: str, restored_threads: None) -> None:
+    for case in (
+        AttentionCase(batch=1, heads=1, queries=300, keys=300, depth=32, value_depth=40, causal=True),
+        AttentionCase(batch=1, heads=3, group=2, queries=130, keys=520, depth=20, value_depth=33, mask="f32"),
+        AttentionCase(batch=2, heads=3, group=2, queries=2, keys=520, depth=20, value_depth=33, mask="bool"),
+        AttentionCase(batch=1, heads=1, queries=1300, keys=70, depth=8, value_depth=8, causal=True, window=9),
+    ):
+        generator = torch.Generator().manual_seed(1)
+        query, key, value = (x.to(DTYPES[dtype]) for x in inputs(case, generator))
+        value[0, 0, 5, 3] = math.inf  # what is passed over, and what is multiplied by zero, is the same as well
+        mask = mask_of(case, generator)
+        results = {}
+        for count in (1, 2, 3, 5, 8):
+            torch.set_num_threads(count)
+            results[count] = call(case, query, key, value, mask)
+        for count, result in results.items():
+            assert torch.equal(result.nan_to_num(-7.0), results[1].nan_to_num(-7.0)), f"{count} threads: {case}"
+
+
+def test_slices_of_a_projection_are_read_in_place() -> None:
+    projected = random_heads(2, 20, 3 * 4 * 16)
+    query, key, value = (x.view(2, 20, 4, 16).transpose(1, 2) for x in projected.split(64, -1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out = torch.ops.xopt.attention(query, key, value)
+    assert "aten::copy_" not in {event.name for event in profile.events()}
+    assert torch.equal(out, torch.ops.xopt.attention(query.contiguous(), key.contiguous(), value.contiguous()))
