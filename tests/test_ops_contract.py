@@ -23,9 +23,18 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 N, K = 40, 24
 
 SCHEMAS = {
+    "layer_norm": "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, "
+    "float eps=1.0000000000000001e-05, Tensor? residual=None, "
+    "bool return_sum=False, ScalarType? out_dtype=None) -> (Tensor out, Tensor sum)",
+    "rms_norm": "rms_norm(Tensor input, Tensor? weight=None, *, float eps=9.9999999999999995e-07, "
+    "float weight_offset=0., Tensor? residual=None, "
+    "bool return_sum=False, ScalarType? out_dtype=None) -> (Tensor out, Tensor sum)",
+    "rotary": "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query_out, Tensor key_out)",
+    "attention": "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, *, float? scale=None, "
+    "bool causal=False, int causal_offset=0, int window=0) -> Tensor",
     "linear": 'linear(Tensor input, Tensor packed, int out_features, Tensor? bias=None, *, str activation="none", '
     'float alpha=0., float beta=0., str binary="none", Tensor? other=None, bool activation_last=False, '
-    "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0) -> Tensor",
+    "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0, int first_column=0) -> Tensor",
     "linear_gated": "linear_gated(Tensor input, Tensor packed, int out_features, Tensor? gate_bias=None, "
     'Tensor? up_bias=None, *, str activation="silu", float alpha=0., float beta=0., ScalarType? out_dtype=None) '
     "-> Tensor",
@@ -108,6 +117,36 @@ def samples_qlinear() -> Iterator[Call]:
         yield (x, torch.tensor([0.1]), zero_point, packed_int8(), N, random(N)), {"activation": "relu"}
         yield (x, random(6).abs(), zero_point.expand(6), packed_int8(), N), {"binary": "add", "other": random(2, 3, N)}
         yield (x, torch.tensor(0.1), None, packed_int8(), N), {"out_dtype": torch.int8, "output_scale": 9.0}
+
+
+def samples_attention() -> Iterator[Call]:
+    for dtype in FLOATS:
+        query, key = random(2, 4, 12, 8, dtype=dtype), random(2, 2, 9, 8, dtype=dtype)
+        yield (query, key, key), {}
+        yield (query[:, :, :1], key, key[..., :5]), {"scale": 0.5, "causal": True, "causal_offset": 4, "window": 3}
+        yield (query.transpose(1, 2), random(2, 12, 7, 8, dtype=dtype), random(2, 12, 7, 8, dtype=dtype)), {}
+    yield (query, key, key, random(2, 1, 1, 9) < 0), {}
+    yield (query, key, key, random(12, 9).to(query.dtype)), {"causal": True}
+    yield (query[:, :, :0], key, key), {}
+
+
+def samples_layer_norm() -> Iterator[Call]:
+    for dtype in FLOATS:
+        yield (random(3, 5, K, dtype=dtype), random(K), random(K, dtype=dtype)), {}
+        yield (random(3, K, dtype=dtype),), {"residual": random(3, K), "return_sum": True, "out_dtype": torch.float32}
+    yield (random(0, K),), {}
+
+
+def samples_rms_norm() -> Iterator[Call]:
+    for dtype in FLOATS:
+        yield (random(3, 5, K, dtype=dtype), random(K)), {"weight_offset": 1.0}
+        yield (random(3, K, dtype=dtype),), {"residual": random(3, K), "return_sum": True, "out_dtype": torch.float32}
+
+
+def samples_rotary() -> Iterator[Call]:
+    for dtype in FLOATS:
+        query, key = random(2, 4, 5, 8, dtype=dtype), random(2, 5, 2, 8, dtype=dtype).transpose(1, 2)
+        yield (query, key, random(1, 5, 8), random(2, 5, 8, dtype=dtype)), {}
 
 
 def samples_linear_pack() -> Iterator[Call]:
@@ -242,6 +281,49 @@ BAD_QLINEAR: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.qlinear(Q, ONE, ONE.int().expand(5), packed_int8(), N), "input_zero_point: expected shape .*5"),
     (lambda: ops.qlinear(Q, ONE, None, packed_int8(), N, out_dtype=torch.int32), "out_dtype: expected one of .* int32"),
 ]
+HEADS = random(2, 3, 5, 8)
+BAD_ATTENTION: list[tuple[Callable[[], object], str]] = [
+    (lambda: ops.attention(X, HEADS, HEADS), r"query: expected four dimensions .* got shape \[3, 24\]"),
+    (lambda: ops.attention(HEADS, X, HEADS), r"key: expected four dimensions .* got shape \[3, 24\]"),
+    (lambda: ops.attention(HEADS, HEADS, X), r"value: expected four dimensions .* got shape \[3, 24\]"),
+    (lambda: ops.attention(HEADS.double(), HEADS, HEADS), "query: expected dtype .*, got float64"),
+    (lambda: ops.attention(HEADS, HEADS.half(), HEADS), "key: expected dtype float32, got float16"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS.half()), "value: expected dtype float32, got float16"),
+    (lambda: ops.attention(HEADS, HEADS[:1], HEADS), r"key: expected shape \[2, 3, 5, 8\], got \[1, 3, 5, 8\]"),
+    (lambda: ops.attention(HEADS, HEADS[..., 1:], HEADS), r"key: expected shape \[2, 3, 5, 8\], got \[2, 3, 5, 7\]"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS[:, :, 1:]), r"value: expected shape .* got \[2, 3, 4, 8\]"),
+    (lambda: ops.attention(HEADS, HEADS[:, :2], HEADS[:, :2]), "query: expected .* multiple of the 2 heads .* got 3"),
+    (lambda: ops.attention(HEADS, HEADS[:, :0], HEADS[:, :0]), "query: expected .* multiple of the 0 heads .* got 3"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, random(4)), r"mask: .* broadcasts to \[2, 3, 5, 5\], got \[4\]"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, random(1, 2, 3, 5, 5)), "mask: expected a shape that broadcasts"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, torch.zeros(5, dtype=torch.int32)), "mask: expected .* got int32"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, scale=float("nan")), "scale: expected a finite number, got nan"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, window=-1), "window: expected a number of at least 0, got -1"),
+]
+ANGLES = random(2, 5, 8)
+BAD_ROWS: list[tuple[Callable[[], object], str]] = [
+    (lambda: ops.layer_norm(X.double()), "input: expected dtype .*, got float64"),
+    (lambda: ops.layer_norm(random(3)[0]), "input: expected 1 to .* dimensions, got 0"),
+    (lambda: ops.layer_norm(X, random(5)), rf"weight: expected shape \[{K}\], got \[5\]"),
+    (lambda: ops.layer_norm(X, None, random(5)), rf"bias: expected shape \[{K}\], got \[5\]"),
+    (lambda: ops.layer_norm(X, residual=X[:1]), rf"residual: expected the input's shape \[3, {K}\], got \[1, {K}\]"),
+    (lambda: ops.layer_norm(X, residual=X.double()), "residual: expected dtype .*, got float64"),
+    (lambda: ops.rms_norm(X, eps=-1.0), "eps: expected a number of at least 0, got -1"),
+    (lambda: ops.rms_norm(X, out_dtype=torch.int8), "out_dtype: expected one of .*, got int8"),
+    (lambda: ops.rotary(X, HEADS, ANGLES, ANGLES), r"query: expected \[batch, .*\], got shape \[3, 24\]"),
+    (lambda: ops.rotary(HEADS, HEADS.half(), ANGLES, ANGLES), "key: expected dtype float32, got float16"),
+    (lambda: ops.rotary(HEADS, HEADS[:, :, :4], ANGLES, ANGLES), r"key: expected shape \[2, 3, 5, 8\], got"),
+    (lambda: ops.rotary(HEADS, HEADS, ANGLES[..., :4], ANGLES), r"cos: expected shape \[2, 5, 8\], got \[2, 5, 4\]"),
+    (lambda: ops.rotary(HEADS, HEADS, ANGLES, HEADS), r"sin: expected \[batch, .*\], got shape"),
+    (lambda: ops.rotary(HEADS[..., :7], HEADS, ANGLES, ANGLES), r"query: expected an even depth, got shape"),
+]
+PAIR_OF_PANELS = packed(n=2 * N)
+BAD_COLUMNS: list[tuple[Callable[[], object], str]] = [
+    (lambda: ops.linear(X, PAIR_OF_PANELS, 32, first_column=5), "first_column: expected a multiple of 32 .* got 5"),
+    (lambda: ops.linear(X, PAIR_OF_PANELS, 32, first_column=96), "first_column: expected a multiple of 32 .* got 96"),
+    (lambda: ops.linear(X, PAIR_OF_PANELS, 32, first_column=64), "out_features: expected 16, .* got 32"),
+    (lambda: ops.linear(X, PAIR_OF_PANELS, 20, first_column=32), "out_features: expected 48, .* got 20"),
+]
 BAD_PACK: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.linear_pack(random(3), dtype=torch.float32), r"weight: expected two dimensions .* got shape \[3\]"),
     (lambda: ops.linear_pack(X.double(), dtype=torch.float32), "weight: expected dtype .* got float64"),
@@ -259,7 +341,10 @@ BAD_PACK: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(("call", "message"), [*BAD_LINEAR, *BAD_GATED, *BAD_NORM, *BAD_QLINEAR, *BAD_PACK])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [*BAD_LINEAR, *BAD_GATED, *BAD_NORM, *BAD_QLINEAR, *BAD_ATTENTION, *BAD_ROWS, *BAD_COLUMNS, *BAD_PACK],
+)
 def test_bad_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(RuntimeError, match=f"xopt::[a-z_0-9]+: {message}"):
         call()
@@ -365,6 +450,15 @@ def test_strided_second_tensor(op: str) -> None:
         assert torch.equal(out, expected)
 
 
+def test_columns_of_a_packed_weight() -> None:
+    for dtype in FLOATS:
+        together = packed(dtype, 80)
+        expected = ops.linear(X, together, 80)
+        for first, count in ((0, 32), (32, 32), (32, 48), (64, 16), (0, 80)):
+            part = ops.linear(X, together, count, first_column=first)
+            assert torch.equal(part, expected[:, first : first + count])
+
+
 def test_strided_vectors() -> None:
     spread = random(N, 2)[:, 1]
     for dtype in FLOATS:
@@ -440,6 +534,12 @@ def test_gradient_is_refused_not_lost() -> None:
         ops.linear_gated(X, packed_gated(), N, None, bias)
     with pytest.raises(RuntimeError, match="xopt::linear_norm: norm_weight: requires a gradient"):
         ops.linear_norm(X, packed(), N, norm_weight=bias)
+    with pytest.raises(RuntimeError, match="xopt::attention: value: requires a gradient"):
+        ops.attention(HEADS, HEADS, HEADS.clone().requires_grad_())
+    with pytest.raises(RuntimeError, match="xopt::layer_norm: weight: requires a gradient"):
+        ops.layer_norm(X, torch.nn.Parameter(random(K)))
+    with pytest.raises(RuntimeError, match="xopt::rotary: cos: requires a gradient"):
+        ops.rotary(HEADS, HEADS, ANGLES.clone().requires_grad_(), ANGLES)
     with pytest.raises(RuntimeError, match="xopt::qlinear: bias: requires a gradient"):
         ops.qlinear(Q, ONE, None, packed_int8(), N, bias)
 

@@ -8,31 +8,11 @@
 #include "kernels/epilogue.h"
 
 #include "runtime/registry.h"
+#include "tiles/any_dtype.h"
 #include "tiles/math.h"
 
 namespace xopt::XOPT_ISA {
 namespace {
-
-XOPT_INLINE F load_any(const void* data, DType dtype, int64_t index, int64_t count) {
-  if (dtype == DType::f32) return load_first(static_cast<const float*>(data) + index, count);
-  if (dtype == DType::bf16) return load_first(static_cast<const Bf16*>(data) + index, count);
-  return load_first(static_cast<const F16*>(data) + index, count);
-}
-
-XOPT_INLINE void store_any(void* data, DType dtype, int64_t index, F x, int64_t count) {
-  switch (dtype) {
-    case DType::f32:
-      return store_first(static_cast<float*>(data) + index, x, count);
-    case DType::bf16:
-      return store_first(static_cast<Bf16*>(data) + index, x, count);
-    case DType::f16:
-      return store_first(static_cast<F16*>(data) + index, x, count);
-    case DType::s8:
-      return store_first(static_cast<int8_t*>(data) + index, x, count);
-    default:
-      return store_first(static_cast<uint8_t*>(data) + index, x, count);
-  }
-}
 
 XOPT_INLINE F combine(Binary binary, F x, F other) { return binary == Binary::add ? add(x, other) : mul(x, other); }
 

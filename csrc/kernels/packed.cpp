@@ -317,6 +317,17 @@ PackedWeight::PackedWeight(const void* data) {
   zero_point = is_int8 && header.has_zero_point ? reinterpret_cast<const int32_t*>(parts.zero_point) : nullptr;
 }
 
+PackedWeight PackedWeight::columns(int64_t first, int64_t count) const {
+  PackedWeight part = *this;
+  part.n = count;
+  part.panels = packed_panels(count, gated);
+  part.panel_data += first / kPanelColumns * panel_bytes;
+  if (scale != nullptr) part.scale += first;
+  if (column_sum != nullptr) part.column_sum += first;
+  if (zero_point != nullptr) part.zero_point += first;
+  return part;
+}
+
 void pack_weight(const PackCall& call) {
   const PackedHeader& header = call.header;
   std::memcpy(call.packed, &header, sizeof(header));

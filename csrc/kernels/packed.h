@@ -47,6 +47,8 @@ const char* packed_header_error(const void* data, int64_t bytes);
 // Where the parts of a packed weight lie. Made from a checked header.
 struct PackedWeight {
   explicit PackedWeight(const void* data);
+  // Only `count` output columns from `first` on, which begins a panel: one of several weights packed side by side.
+  [[nodiscard]] PackedWeight columns(int64_t first, int64_t count) const;
 
   DType dtype;
   bool gated;

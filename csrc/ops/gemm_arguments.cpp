@@ -92,8 +92,9 @@ PackedHeader packed_header(const char* op, const Tensor& packed) {
   return header;
 }
 
-PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind, bool gated, int64_t out_features,
-                           int64_t in_features) {
+namespace {
+
+PackedHeader checked_header(const char* op, const Tensor& packed, WeightKind kind, bool gated, int64_t in_features) {
   const PackedHeader header = packed_header(op, packed);
   const Checked checked{op, "packed", packed};
   const std::string_view wanted = kind == WeightKind::int8 ? "int8" : "float32, bfloat16 or float16";
@@ -105,14 +106,37 @@ PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind
     checked.fail("expected ", gated ? "a gated pair of weights (linear_pack_gated)" : "a single weight", ", got ",
                  gated ? "a single one" : "a gated pair");
   }
-  if (header.n != out_features) {
-    fail(op, "out_features", "expected ", header.n, ", the packed weight's, got ", out_features);
-  }
   if (header.k != in_features) {
     fail(op, "input", "expected a last dimension of ", header.k, ", the packed weight's in_features, got ",
          in_features);
   }
+  return header;
+}
+
+}  // namespace
+
+PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind, bool gated, int64_t out_features,
+                           int64_t in_features) {
+  const PackedHeader header = checked_header(op, packed, kind, gated, in_features);
+  if (header.n != out_features) {
+    fail(op, "out_features", "expected ", header.n, ", the packed weight's, got ", out_features);
+  }
   return PackedWeight(packed.data());
+}
+
+PackedWeight packed_columns(const char* op, const Tensor& packed, WeightKind kind, int64_t first, int64_t count,
+                            int64_t in_features) {
+  const PackedHeader header = checked_header(op, packed, kind, false, in_features);
+  if (first < 0 || first % kPanelColumns != 0 || first > header.n) {
+    fail(op, "first_column", "expected a multiple of ", kPanelColumns, " from 0 to ", header.n,
+         ", the packed weight's features, got ", first);
+  }
+  const int64_t rest = header.n - first;
+  if (count < 0 || count > rest || (count != rest && count % kPanelColumns != 0)) {
+    fail(op, "out_features", "expected ", rest, ", the packed weight's from column ", first,
+         " on, or fewer in a multiple of ", kPanelColumns, ", got ", count);
+  }
+  return PackedWeight(packed.data()).columns(first, count);
 }
 
 int64_t input_features(const char* op, const Tensor& input) {
@@ -130,9 +154,9 @@ int64_t input_rows(const Tensor& input) {
   return rows;
 }
 
-RowsView rows_view(const char* op, Tensor* input, std::initializer_list<DType> dtypes) {
+RowsView rows_view(const char* op, const char* name, Tensor* input, std::initializer_list<DType> dtypes) {
   RowsView view;
-  view.dtype = Checked{op, "input", *input}.dtype(dtypes);
+  view.dtype = Checked{op, name, *input}.dtype(dtypes);
   if (input->numel() == 0) return view;
   if (!collapse_rows(*input, &view)) {
     *input = input->contiguous_copy();

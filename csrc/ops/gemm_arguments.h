@@ -12,6 +12,9 @@ enum class WeightKind { floating, int8 };
 // The packed weight, after its header was checked against what the caller says about it.
 PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind, bool gated, int64_t out_features,
                            int64_t in_features);
+// Columns `first` to `first + count` of it: one of several weights that were packed as one. They begin and end panels.
+PackedWeight packed_columns(const char* op, const Tensor& packed, WeightKind kind, int64_t first, int64_t count,
+                            int64_t in_features);
 // The header alone, checked; for ops that unpack.
 PackedHeader packed_header(const char* op, const Tensor& packed);
 
@@ -19,7 +22,7 @@ PackedHeader packed_header(const char* op, const Tensor& packed);
 int64_t input_features(const char* op, const Tensor& input);
 // The product of all dimensions but the last.
 int64_t input_rows(const Tensor& input);
-RowsView rows_view(const char* op, Tensor* input, std::initializer_list<DType> dtypes);
+RowsView rows_view(const char* op, const char* name, Tensor* input, std::initializer_list<DType> dtypes);
 
 // Of the input's shape with its last dimension replaced.
 Tensor empty_output(const char* op, const Tensor& input, int64_t out_features, DType dtype);

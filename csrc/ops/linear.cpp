@@ -11,10 +11,13 @@ DType output_dtype(const char* op, const std::optional<int32_t>& asked, const Te
   return parse_dtype(op, asked ? "out_dtype" : "input", asked.value_or(input.dtype_code()), allowed);
 }
 
+GemmCall gemm_call(const char* op, Tensor* input, const PackedWeight& weight) {
+  return {input_rows(*input), rows_view(op, "input", input, kFloating), weight, {}};
+}
+
 GemmCall gemm_call(const char* op, Tensor* input, const Tensor& packed, int64_t out_features, bool gated) {
   const int64_t in_features = input_features(op, *input);
-  const PackedWeight weight = packed_weight(op, packed, WeightKind::floating, gated, out_features, in_features);
-  return {input_rows(*input), rows_view(op, input, kFloating), weight, {}};
+  return gemm_call(op, input, packed_weight(op, packed, WeightKind::floating, gated, out_features, in_features));
 }
 
 // ---- linear --------------------------------------------------------------------------------------------------------
@@ -33,7 +36,8 @@ struct LinearArguments {
         activation_last(stack.boolean()),
         out_dtype(stack.optional_dtype_code()),
         output_scale(stack.number()),
-        output_zero_point(stack.integer()) {}
+        output_zero_point(stack.integer()),
+        first_column(stack.integer()) {}
 
   Tensor input, packed;
   int64_t out_features;
@@ -46,6 +50,7 @@ struct LinearArguments {
   std::optional<int32_t> out_dtype;
   double output_scale;
   int64_t output_zero_point;
+  int64_t first_column;
 };
 
 void linear(StableIValue* stack, uint64_t, uint64_t) {
@@ -55,7 +60,9 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t n = arguments.out_features;
   check_no_gradient({{kOp, "input", input}, {kOp, "bias", arguments.bias}, {kOp, "other", arguments.other}});
 
-  GemmCall call = gemm_call(kOp, &input, arguments.packed, n, false);
+  GemmCall call = gemm_call(kOp, &input,
+                            packed_columns(kOp, arguments.packed, WeightKind::floating, arguments.first_column, n,
+                                           input_features(kOp, input)));
   Epilogue& epilogue = call.epilogue;
   epilogue.activation = parse_activation(kOp, arguments.activation);
   epilogue.alpha = static_cast<float>(arguments.alpha);
@@ -190,7 +197,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
       "linear(Tensor input, Tensor packed, int out_features, Tensor? bias=None, *, str activation=\"none\", "
       "float alpha=0., float beta=0., str binary=\"none\", Tensor? other=None, bool activation_last=False, "
-      "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0) -> Tensor");
+      "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0, int first_column=0) -> Tensor");
   library.def(
       "linear_gated(Tensor input, Tensor packed, int out_features, Tensor? gate_bias=None, Tensor? up_bias=None, *, "
       "str activation=\"silu\", float alpha=0., float beta=0., ScalarType? out_dtype=None) -> Tensor");

@@ -60,7 +60,7 @@ void qlinear(StableIValue* stack, uint64_t, uint64_t) {
 
   const int64_t in_features = input_features(kOp, input);
   const PackedWeight weight = packed_weight(kOp, arguments.packed, WeightKind::int8, false, n, in_features);
-  GemmCall call{input_rows(input), rows_view(kOp, &input, {DType::u8, DType::s8}), weight, {}};
+  GemmCall call{input_rows(input), rows_view(kOp, "input", &input, {DType::u8, DType::s8}), weight, {}};
   Epilogue& epilogue = call.epilogue;
   epilogue.row_scale = static_cast<const float*>(
       row_parameter("input_scale", &arguments.input_scale, DType::f32, call.m, &epilogue.row_scale_per_row));

@@ -111,6 +111,7 @@ def _linear(
     out_dtype: torch.dtype | None = None,
     output_scale: float = 1.0,
     output_zero_point: int = 0,
+    first_column: int = 0,
 ) -> Tensor:
     check("linear", {"input": input, "packed": packed, "bias": bias, "other": other}, FLOATING)
     return _output("linear", input, packed, out_features, out_dtype or input.dtype)

@@ -1,0 +1,110 @@
+// xopt::layer_norm and rms_norm: a norm over the last dimension, with the addition of a residual before it.
+#include "kernels/norm.h"
+
+#include "ops/gemm_arguments.h"
+#include "runtime/registry.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
+
+// What the two have in common; the order of the schema is that of the constructors below.
+struct NormArguments {
+  Tensor input, weight, bias;
+  double eps = 0, weight_offset = 0;
+  Tensor residual;
+  bool return_sum = false;
+  std::optional<int32_t> out_dtype;
+};
+
+NormArguments layer_norm_arguments(Stack stack) {
+  NormArguments arguments;
+  arguments.input = Tensor(stack.tensor());
+  arguments.weight = Tensor(stack.optional_tensor());
+  arguments.bias = Tensor(stack.optional_tensor());
+  arguments.eps = stack.number();
+  arguments.residual = Tensor(stack.optional_tensor());
+  arguments.return_sum = stack.boolean();
+  arguments.out_dtype = stack.optional_dtype_code();
+  return arguments;
+}
+
+NormArguments rms_norm_arguments(Stack stack) {
+  NormArguments arguments;
+  arguments.input = Tensor(stack.tensor());
+  arguments.weight = Tensor(stack.optional_tensor());
+  arguments.eps = stack.number();
+  arguments.weight_offset = stack.number();
+  arguments.residual = Tensor(stack.optional_tensor());
+  arguments.return_sum = stack.boolean();
+  arguments.out_dtype = stack.optional_dtype_code();
+  return arguments;
+}
+
+RowsView residual_view(const char* op, Tensor* residual, const Tensor& input) {
+  const Checked checked{op, "residual", *residual};
+  checked.cpu();
+  bool same = residual->dims() == input.dims();
+  for (int64_t dim = 0; same && dim < input.dims(); ++dim) same = residual->size(dim) == input.size(dim);
+  if (!same) checked.fail("expected the input's shape ", input.shape_text(), ", got ", residual->shape_text());
+  return rows_view(op, "residual", residual, kFloating);
+}
+
+void run_norm(const char* op, Norm norm, NormArguments arguments, StableIValue* stack) {
+  static Kernel<NormFn> kernel("norm", "f32");
+  Tensor& input = arguments.input;
+  check_no_gradient({{op, "input", input},
+                     {op, "weight", arguments.weight},
+                     {op, "bias", arguments.bias},
+                     {op, "residual", arguments.residual}});
+  NormCall call{};
+  call.norm = norm;
+  call.columns = input_features(op, input);
+  call.rows = input_rows(input);
+  if (arguments.residual) call.residual = residual_view(op, &arguments.residual, input);
+  call.input = rows_view(op, "input", &input, kFloating);
+  call.weight = column_vector(op, "weight", &arguments.weight, call.columns);
+  call.bias = column_vector(op, "bias", &arguments.bias, call.columns);
+  if (!(arguments.eps >= 0)) fail(op, "eps", "expected a number of at least 0, got ", arguments.eps);
+  call.eps = static_cast<float>(arguments.eps);
+  call.weight_offset = static_cast<float>(arguments.weight_offset);
+  call.out_dtype =
+      arguments.out_dtype ? parse_dtype(op, "out_dtype", *arguments.out_dtype, kFloating) : call.input.dtype;
+
+  Tensor out = empty_output(op, input, call.columns, call.out_dtype);
+  const int64_t no_elements = 0;
+  Tensor sum = arguments.return_sum ? empty_output(op, input, call.columns, call.input.dtype)
+                                    : Tensor::empty(&no_elements, 1, call.input.dtype);
+  call.out = out.mutable_data();
+  call.sum = arguments.return_sum ? sum.mutable_data() : nullptr;
+  if (call.rows > 0 && call.columns > 0) kernel(call);
+  return_tensor(stack, 0, std::move(out));
+  return_tensor(stack, 1, std::move(sum));
+}
+
+void layer_norm(StableIValue* stack, uint64_t, uint64_t) {
+  run_norm("layer_norm", Norm::layer_norm, layer_norm_arguments(Stack(stack)), stack);
+}
+
+void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
+  run_norm("rms_norm", Norm::rms_norm, rms_norm_arguments(Stack(stack)), stack);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
+  library.def(
+      "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5, Tensor? residual=None, "
+      "bool return_sum=False, ScalarType? out_dtype=None) -> (Tensor out, Tensor sum)");
+  library.def(
+      "rms_norm(Tensor input, Tensor? weight=None, *, float eps=1e-6, float weight_offset=0., Tensor? residual=None, "
+      "bool return_sum=False, ScalarType? out_dtype=None) -> (Tensor out, Tensor sum)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
+  library.impl("layer_norm", &layer_norm);
+  library.impl("rms_norm", &rms_norm);
+}
+
+}  // namespace xopt::ops

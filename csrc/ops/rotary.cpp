@@ -1,0 +1,76 @@
+// xopt::rotary: rotary position embedding of queries and keys.
+#include "kernels/rotary.h"
+
+#include "ops/check.h"
+#include "runtime/registry.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr const char* kOp = "rotary";
+constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
+
+void check_dims(const Checked& checked, int64_t dims, const char* names) {
+  checked.cpu();
+  if (checked.tensor.dims() != dims) checked.fail("expected [", names, "], got shape ", checked.tensor.shape_text());
+}
+
+void make_last_contiguous(Tensor* tensor) {
+  const int64_t last = tensor->dims() - 1;
+  if (tensor->size(last) > 1 && tensor->stride(last) != 1) *tensor = tensor->contiguous_copy();
+}
+
+RotatedHeads heads(const char* name, Tensor* tensor, RotaryCall* call) {
+  const Checked checked{kOp, name, *tensor};
+  check_dims(checked, 4, "batch, heads, positions, depth");
+  checked.dtype({call->dtype});
+  checked.shape({call->batch, tensor->size(1), call->positions, call->depth});
+  make_last_contiguous(tensor);
+  return {tensor->data(), tensor->size(1), tensor->stride(0), tensor->stride(1), tensor->stride(2), nullptr};
+}
+
+Angles angles(const char* name, Tensor* tensor, const RotaryCall& call) {
+  const Checked checked{kOp, name, *tensor};
+  check_dims(checked, 3, "batch, positions, depth");
+  const DType dtype = checked.dtype(kFloating);
+  const int64_t batch = tensor->size(0) == 1 ? 1 : call.batch;
+  checked.shape({batch, call.positions, call.depth});
+  make_last_contiguous(tensor);
+  return {tensor->data(), dtype, batch == 1 ? 0 : tensor->stride(0), tensor->stride(1)};
+}
+
+void rotary(StableIValue* stack, uint64_t, uint64_t) {
+  static Kernel<RotaryFn> kernel("rotary", "f32");
+  Stack arguments(stack);
+  Tensor query(arguments.tensor()), key(arguments.tensor()), cos(arguments.tensor()), sin(arguments.tensor());
+  check_no_gradient({{kOp, "query", query}, {kOp, "key", key}, {kOp, "cos", cos}, {kOp, "sin", sin}});
+
+  const Checked checked{kOp, "query", query};
+  check_dims(checked, 4, "batch, heads, positions, depth");
+  RotaryCall call{};
+  call.dtype = checked.dtype(kFloating);
+  call.batch = query.size(0);
+  call.positions = query.size(2);
+  call.depth = query.size(3);
+  if (call.depth % 2 != 0) checked.fail("expected an even depth, got shape ", query.shape_text());
+  call.tensors[0] = heads("query", &query, &call);
+  call.tensors[1] = heads("key", &key, &call);
+  call.cos = angles("cos", &cos, call);
+  call.sin = angles("sin", &sin, call);
+
+  Tensor outs[] = {Tensor::empty(query.sizes(), 4, call.dtype), Tensor::empty(key.sizes(), 4, call.dtype)};
+  for (int i = 0; i < 2; ++i) call.tensors[i].out = outs[i].mutable_data();
+  if (query.numel() + key.numel() > 0) kernel(call);
+  return_tensor(stack, 0, std::move(outs[0]));
+  return_tensor(stack, 1, std::move(outs[1]));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
+  library.def("rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query_out, Tensor key_out)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("rotary", &rotary); }
+
+}  // namespace xopt::ops
