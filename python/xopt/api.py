@@ -13,8 +13,9 @@ from torch import nn
 
 from xopt import config as settings
 from xopt.config import Config
-from xopt.modules.autocast import AutocastForward
 from xopt.modules.base import Context
+from xopt.modules.block import make_block
+from xopt.modules.root import make_root
 from xopt.plan.plan import Decision, make_plan
 from xopt.report import ATTRIBUTE, Entry, Report
 
@@ -72,10 +73,17 @@ def optimize(
     if any(entry.optimized for entry in entries):
         for parameter in filter(_is_initialized, model.parameters()):
             parameter.requires_grad_(False)
-        if config.autocast and dtype in (torch.bfloat16, torch.float16) and source_dtype not in (dtype, None):
-            if not isinstance(model.__dict__.get("forward"), AutocastForward):
-                model.__dict__["forward"] = AutocastForward(model, dtype, source_dtype)
+        flows = config.autocast and dtype in (torch.bfloat16, torch.float16) and source_dtype not in (dtype, None)
+        if flows:
             notes.append(f"Computes under autocast to {_name(dtype)}; takes and returns {_name(source_dtype)}.")
+        if config.fuse_attention and "transformers" in sys.modules:
+            from xopt.integrations import transformers
+
+            transformers.adopt(model)
+        for part in list(model.modules()):
+            if part is not model:
+                make_block(part, config)
+        make_root(model, config, dtype if flows else None, source_dtype)
     return _finish(model, level, dtype, config, entries, tuple(notes))
 
 

@@ -42,6 +42,20 @@ class Config:
     """Linear layers get packed weights and run on xopt's kernels."""
     cast_embeddings: bool = True
     """Embedding tables are held in the optimized dtype."""
+    concat_linear: bool = True
+    """Linear layers that are fed the same tensor (query, key and value) become one product."""
+    fuse_linear: bool = True
+    """Activations and residual additions that follow a linear layer are done within it."""
+    fuse_gated_linear: bool = True
+    """act(gate(x)) * up(x) becomes one product."""
+    fuse_norm: bool = True
+    """LayerNorm and RMSNorm, also written out, run on xopt's kernels, with the addition before them."""
+    fuse_attention: bool = True
+    """Scaled dot product attention runs on xopt's kernel."""
+    fuse_rotary: bool = True
+    """Rotary position embeddings of queries and keys become one step."""
+    replace_dropout_with_identity: bool = True
+    """Dropout, which does nothing outside training, does not stand between fused steps."""
     autocast: bool = True
     """An optimized model of another dtype than its source computes under autocast by itself, so that the optimized
     dtype flows between its layers. Off: each layer answers in the dtype of its input."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from xopt.config import Config
+from xopt.modules.block import PROGRAMS, Programs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,14 +34,27 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """What a block of the model has come to. Blocks are recorded when they are first called."""
+
+    path: str
+    kind: str
+    fused: tuple[str, ...]
+    """The fused steps of its program; empty where it runs its own forward."""
+    problem: str | None
+    """Why it runs its own forward: the last reason, where it has been called at all."""
+
+
+@dataclass(frozen=True)
 class Report:
-    """print() shows it grouped; `entries` and `to_json` hold every module."""
+    """print() shows it grouped; `entries`, `fusions` and `to_json` hold every module."""
 
     level: str
     dtype: str
     entries: tuple[Entry, ...]
     config: Config
     notes: tuple[str, ...] = ()
+    fusions: tuple[Fusion, ...] = ()
 
     @property
     def optimized_linear_share(self) -> float:
@@ -67,6 +82,18 @@ class Report:
             table.add_row("optimized" if optimized else "left", kind, str(len(entries)), f"{weights:,}", what)
         return table
 
+    def fusion_table(self) -> Table:
+        from rich.table import Table
+
+        table = Table("block", "number", "fused", title="fused at the first call")
+        groups: dict[tuple[str, tuple[str, ...], str], int] = {}
+        for fusion in self.fusions:
+            key = fusion.kind, fusion.fused, fusion.problem or ""
+            groups[key] = groups.get(key, 0) + 1
+        for (kind, fused, problem), count in groups.items():
+            table.add_row(kind, str(count), ", ".join(fused) or f"its own forward: {problem}")
+        return table
+
     def __str__(self) -> str:
         from rich.console import Console
 
@@ -74,14 +101,26 @@ class Report:
         console = Console(file=text, width=120)
         console.print(self.table())
         console.print(f"{self.optimized_linear_share:.1%} of the linear layers' weights run on xopt's kernels.")
+        if self.fusions:
+            console.print(self.fusion_table())
+        elif any(entry.optimized for entry in self.entries):
+            console.print("Blocks are fused when they are first called, or by optimize(..., sample_input=...).")
         for note in self.notes:
             console.print(note)
         return text.getvalue()
 
 
 def report(model: nn.Module) -> Report:
-    """The report of the `optimize` call that made this model."""
+    """The report of the `optimize` call that made this model, with what its blocks have come to since."""
     found: Any = model.__dict__.get(ATTRIBUTE)
     if not isinstance(found, Report):
         raise ValueError(f"report: model: expected what xopt.optimize returned, got a {type(model).__name__} without")
-    return found
+    return dataclasses.replace(found, fusions=tuple(_fusions(model)))
+
+
+def _fusions(model: nn.Module) -> Iterator[Fusion]:
+    """Of blocks that were called. Those inside a fused one are part of it and not called on their own."""
+    for path, module in model.named_modules():
+        programs = module.__dict__.get(PROGRAMS)
+        if isinstance(programs, Programs) and programs.was_tried:
+            yield Fusion(path, type(module).__name__, tuple(programs.fused), programs.problem)

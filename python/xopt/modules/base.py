@@ -59,6 +59,7 @@ def derive(replacement: type, source: type) -> type:
             "__doc__": source.__doc__,
             "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source), self.__dict__),
         }
+        attributes |= getattr(replacement, "attributes", lambda source: {})(source)
         _derived[key] = type(source.__name__, (replacement, source), attributes)
     return _derived[key]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.record import Symbol, recorder_of
+from xopt.modules.activation import ACTIVATIONS
 from xopt.modules.base import (
     Context,
     Replacement,
@@ -18,8 +21,17 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.pattern import step
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_linear = torch.ops.xopt.linear.default
+
+
+def is_ready(weight: Any) -> TypeGuard[PackedParameter]:
+    """Whether a weight is in the layout that `torch.ops.xopt.linear` reads."""
+    return type(weight) is PackedParameter and weight.place_in_pair is None
 
 
 class PackedLinear(Replacement, nn.Linear):
@@ -54,17 +66,24 @@ class PackedLinear(Replacement, nn.Linear):
         module.__class__ = derive(cls, type(module))
         return f"packed as {str(packed.dtype).removeprefix('torch.')}"
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Any) -> torch.Tensor:
+        if type(input) is Symbol:
+            symbol: Any = input
+            return recorder_of(symbol).call_module(self, linear, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-        if type(weight) is not PackedParameter or wants_gradient or input.dtype not in _FLOATING:
-            return self._plain_forward(input)
-        result: torch.Tensor = torch.ops.xopt.linear(
-            input, weight.packed, self.out_features, bias, out_dtype=result_dtype(input)
+        if not is_ready(weight) or wants_gradient or input.dtype not in _FLOATING:
+            return self.plain_forward(input)
+        return _linear(  # type: ignore[no-any-return]
+            input,
+            weight.packed,
+            self.out_features,
+            bias,
+            out_dtype=result_dtype(input),
+            first_column=weight.first_column,
         )
-        return result
 
-    def _plain_forward(self, input: torch.Tensor) -> torch.Tensor:
+    def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
         if type(weight) is PackedParameter:
@@ -120,3 +139,53 @@ class PackedLinear(Replacement, nn.Linear):
             )
         self._parameters["weight"] = packed.successor
         return self
+
+
+def _label(kwargs: dict[str, Any]) -> str:
+    after = [kwargs.get("activation", "none"), kwargs.get("binary", "none")]
+    if kwargs.get("activation_last"):
+        after.reverse()
+    fused = [name for name in after if name != "none"]
+    return "+".join(["linear", *fused]) if fused else ""
+
+
+@step(_label)
+def linear(
+    module: PackedLinear,
+    input: torch.Tensor,
+    *,
+    activation: str = "none",
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    binary: str = "none",
+    other: torch.Tensor | None = None,
+    activation_last: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The step of a recorded graph that calls the module; patterns hand it what follows."""
+    weight = module._parameters["weight"]
+    if not is_ready(weight) or (other is not None and other.shape[:-1] != input.shape[:-1]):
+        result: torch.Tensor = module(input)
+        if activation_last and other is not None:
+            result = ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
+        else:
+            result = ACTIVATIONS[activation](result, alpha, beta)
+            result = result if other is None else BINARY[binary](result, other)
+        return result if out_dtype is None else result.to(out_dtype)
+    return _linear(  # type: ignore[no-any-return]
+        input,
+        weight.packed,
+        module.out_features,
+        module._parameters["bias"],
+        activation=activation,
+        alpha=alpha,
+        beta=beta,
+        binary=binary,
+        other=other,
+        activation_last=activation_last,
+        out_dtype=result_dtype(input) if out_dtype is None else out_dtype,
+        first_column=weight.first_column,
+    )
+
+
+BINARY: dict[str, Any] = {"add": torch.add, "mul": torch.mul}

@@ -7,6 +7,7 @@ that is given one works on the unpacked values. Operators that write to it pack 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,23 +19,39 @@ from torch.utils._pytree import tree_map_only
 Tensor = torch.Tensor
 
 
+_packing = threading.Lock()  # several threads may run one model, and whichever comes first packs weights together
+
+
 class PackedParameter(nn.Parameter):
     packed: Tensor
-    """What `torch.ops.xopt.linear` takes."""
+    """What `torch.ops.xopt.linear` takes. It may hold several weights, packed as one."""
+    first_column: int
+    """Where this weight begins in it."""
+    place_in_pair: int | None
+    """Which of the two weights of a gated pair it is, for `torch.ops.xopt.linear_gated`; None: no such pair."""
     successor: nn.Parameter | None
     """What took its place when its module moved to another dtype or device; modules that shared it find it here."""
     _unpacked: weakref.ref[Tensor] | None
 
-    def __new__(cls, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> PackedParameter:
+    def __new__(
+        cls,
+        packed: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        first_column: int = 0,
+        place_in_pair: int | None = None,
+    ) -> PackedParameter:
         parameter: PackedParameter = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=packed.device, requires_grad=False
         )
         parameter.packed = packed
+        parameter.first_column = first_column
+        parameter.place_in_pair = place_in_pair
         parameter.successor = None
         parameter._unpacked = None
         return parameter
 
-    def __init__(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, *args: Any) -> None:
         """Everything is done in __new__; nn.Parameter's own would take the arguments for its data."""
 
     @classmethod
@@ -47,27 +64,48 @@ class PackedParameter(nn.Parameter):
         """The logical weight. While a copy is in use, the same one is given out, so that tied weights stay tied."""
         alive = self._unpacked() if self._unpacked is not None else None
         if alive is None:
-            with torch.no_grad():
-                alive = torch.ops.xopt.linear_unpack(self.packed, self.shape[0], self.shape[1], self.dtype)
+            alive = self._unpack()
             if not torch.compiler.is_compiling():
                 self._unpacked = weakref.ref(alive)
         return alive
 
+    def _unpack(self) -> Tensor:
+        rows, columns = self.shape
+        with torch.no_grad():
+            if self.place_in_pair is not None:
+                pair = torch.ops.xopt.linear_unpack_gated(self.packed, rows, columns, self.dtype)
+                return pair[self.place_in_pair]  # type: ignore[no-any-return]
+            packed = self.packed
+            if self.is_packed_alone:
+                return torch.ops.xopt.linear_unpack(packed, rows, columns, self.dtype)  # type: ignore[no-any-return]
+            together = torch.ops.xopt.linear_unpack(packed, packed_rows(packed), columns, self.dtype)
+            return together[self.first_column : self.first_column + rows].clone()  # type: ignore[no-any-return]
+
+    @property
+    def is_packed_alone(self) -> bool:
+        return self.place_in_pair is None and packed_rows(self.packed) == self.shape[0]
+
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
         with torch.no_grad():
-            self.packed.copy_(torch.ops.xopt.linear_pack(weight.detach(), dtype=self.dtype))
+            packed = torch.ops.xopt.linear_pack(weight.detach(), dtype=self.dtype)
+        if self.is_packed_alone:
+            self.packed.copy_(packed)
+        else:  # the others in there keep their values; a fused step that wants them together packs them again
+            self._move(packed, 0, None)
         self._unpacked = None
+
+    def _move(self, packed: Tensor, first_column: int, place_in_pair: int | None) -> None:
+        self.packed, self.first_column, self.place_in_pair = packed, first_column, place_in_pair
 
     # ---- What torch asks of a tensor that wraps others ---------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["packed"], (tuple(self.shape), self.dtype)
+        return ["packed"], (tuple(self.shape), self.dtype, self.first_column, self.place_in_pair)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Tensor:
-        shape, dtype = context
-        return PackedParameter(inner["packed"], shape, dtype)
+        return PackedParameter(inner["packed"], *context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -76,7 +114,7 @@ class PackedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             source = args[0]
-            return cls(source.packed, source.shape, source.dtype)
+            return cls(source.packed, source.shape, source.dtype, source.first_column, source.place_in_pair)
         if not func._schema.is_mutable:
             args, kwargs = tree_map_only(cls, lambda parameter: parameter.unpack(), (args, kwargs))
             return func(*args, **kwargs)
@@ -96,12 +134,82 @@ class PackedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedParameter:
         if id(self) not in memo:
-            memo[id(self)] = PackedParameter(self.packed.clone(), self.shape, self.dtype)
+            if id(self.packed) not in memo:
+                memo[id(self.packed)] = self.packed.clone()
+            packed = memo[id(self.packed)]
+            memo[id(self)] = PackedParameter(packed, self.shape, self.dtype, self.first_column, self.place_in_pair)
         copied: PackedParameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PackedParameter, (self.packed, tuple(self.shape), self.dtype)
+        return PackedParameter, (self.packed, tuple(self.shape), self.dtype, self.first_column, self.place_in_pair)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedParameter({self.unpack()!r})"
+
+
+# ---- Several weights in one ------------------------------------------------------------------------------------------
+
+
+def packed_rows(packed: Tensor) -> int:
+    """The output features in a packed weight: a number of 8 bytes at place 24 of csrc/kernels/packed.h's header."""
+    return int(packed[_FEATURES].view(torch.int64))
+
+
+_FEATURES = slice(24, 32)
+
+
+def pack_as_one(parameters: Sequence[PackedParameter]) -> bool:
+    """Lets weights of one input lie side by side, so that one product serves all. False where that cannot be: they
+    belong together with others already, or do not end where panels end."""
+    with _packing:
+        if are_one(parameters):
+            return True
+        sizes = [parameter.shape[0] for parameter in parameters]
+        if not _can_move(parameters) or any(size % _PANEL for size in sizes[:-1]):
+            return False
+        with torch.no_grad():
+            together = torch.cat([parameter.unpack() for parameter in parameters])
+            packed = torch.ops.xopt.linear_pack(together, dtype=together.dtype)
+        first = 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            parameter._move(packed, first, None)
+            first += size
+        return True
+
+
+def pack_as_pair(gate: PackedParameter, up: PackedParameter) -> bool:
+    """The same for the two weights of a gated pair."""
+    with _packing:
+        if are_pair(gate, up):
+            return True
+        if not _can_move((gate, up)) or gate.shape != up.shape:
+            return False
+        with torch.no_grad():
+            packed = torch.ops.xopt.linear_pack_gated(gate.unpack(), up.unpack(), dtype=gate.dtype)
+        gate._move(packed, 0, 0)
+        up._move(packed, 0, 1)
+        return True
+
+
+def are_one(parameters: Sequence[PackedParameter]) -> bool:
+    packed, first = parameters[0].packed, 0
+    for parameter in parameters:
+        if parameter.packed is not packed or parameter.first_column != first or parameter.place_in_pair is not None:
+            return False
+        first += parameter.shape[0]
+    return True
+
+
+def are_pair(gate: PackedParameter, up: PackedParameter) -> bool:
+    return gate.packed is up.packed and gate.place_in_pair == 0 and up.place_in_pair == 1
+
+
+def _can_move(parameters: Sequence[PackedParameter]) -> bool:
+    first = parameters[0]
+    distinct = len({id(parameter) for parameter in parameters}) == len(parameters)
+    alike = all(each.dtype == first.dtype and each.shape[1] == first.shape[1] for each in parameters)
+    return distinct and alike and all(each.is_packed_alone for each in parameters)
+
+
+_PANEL = 32

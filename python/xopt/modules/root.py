@@ -1,7 +1,7 @@
 """The forward of a whole optimized model: under autocast inside, and outside with the dtypes of its source.
 
 Autocast is what lets the optimized dtype flow between layers, those that xopt has no kernel for included. A script
-that has autocast on already keeps its own, and gets what autocast gives.
+that has autocast on already keeps its own, and gets what autocast gives. A small model is a block as well.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from xopt.config import Config
+from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
 
-class AutocastForward:
+
+class RootForward:
     """Stands in a module's `forward` attribute, so that the module keeps its very class.
 
     Its module is held by a weak reference: a model that referred to itself would keep its memory until the garbage
     collector comes round.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, source_dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
         self._module = weakref.ref(module)
         self._dtype = dtype
         self._source_dtype = source_dtype
@@ -31,12 +34,16 @@ class AutocastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None, "a forward outlived its module"
-        source_forward = type(module).forward
-        if torch.is_autocast_enabled("cpu"):
-            return source_forward(module, *args, **kwargs)
+        if self._dtype is None or torch.is_autocast_enabled("cpu"):
+            return self._forward(module, args, kwargs)
         with torch.autocast("cpu", dtype=self._dtype):
-            result = source_forward(module, *args, **kwargs)
+            result = self._forward(module, args, kwargs)
         return self._restore_dtype(result)
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if PROGRAMS in module.__dict__:
+            return run(module, type(module).forward, args, kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
     def _restore_dtype(self, result: Any) -> Any:
         """Tensors of the optimized dtype become the source's, in the containers that models answer in. Whatever else
@@ -62,10 +69,22 @@ class AutocastForward:
         assert module is not None, "a forward outlived its module"
         return inspect.unwrap(type(module).forward).__code__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RootForward:
         module = self._module()
         assert module is not None, "a forward outlived its module"
-        return AutocastForward(memo.get(id(module), module), self._dtype, self._source_dtype)
+        return RootForward(memo.get(id(module), module), self._dtype, self._source_dtype)
 
     def __reduce__(self) -> Any:
-        return AutocastForward, (self._module(), self._dtype, self._source_dtype)
+        return RootForward, (self._module(), self._dtype, self._source_dtype)
+
+
+def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
+    """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), or because it is a block."""
+    if isinstance(module.__dict__.get("forward"), RootForward):
+        return
+    small = can_be_block(module)
+    if dtype is None and not small:
+        return
+    module.__dict__["forward"] = RootForward(module, dtype, source_dtype)
+    if small:
+        module.__dict__[PROGRAMS] = Programs(config)

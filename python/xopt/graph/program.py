@@ -1,0 +1,176 @@
+"""Runs a graph: as a Python function made from it, guarded against whatever has changed in the module since.
+
+A program refers to its modules by weak references, since its module owns it: a cycle would keep a dropped model's
+memory until the garbage collector came round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from xopt.graph.record import CannotRecord, Recorder
+
+_SIMPLE = (type(None), bool, int, str, type(Ellipsis))
+
+
+class Program:
+    def __init__(self, root: nn.Module, recorder: Recorder) -> None:
+        self._guard = Guard(root, recorder.watched)
+        self._run = generate(recorder.graph, self._guard.index)
+
+    def __call__(self, root: nn.Module, values: list[Any]) -> Any:
+        """The result, or NotImplemented where the module is no longer what was recorded."""
+        modules = self._guard(root)
+        return NotImplemented if modules is None else self._run(modules, *values)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to see, or change, what goes into this very module and what comes out of it."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+EPOCH = "_xopt_epoch"  # in a block's __dict__: how often its attributes have been set
+_OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+class Guard:
+    """Finds the modules below a root, and sees whether one of them was exchanged, changed or hooked."""
+
+    def __init__(self, root: nn.Module, watched: list[tuple[Any, str, Any]]) -> None:
+        self.index: dict[str, int] = {}
+        self._steps: list[tuple[int, str, weakref.ref[nn.Module], int]] = []
+        self._root_epoch = root.__dict__.get(EPOCH, 0)
+        self._watched = watched
+        self._containers: list[tuple[int, str, Any]] = []
+        places: dict[int, int] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            self.index[path] = places[id(module)] if id(module) in places else len(places)
+            if id(module) in places:
+                continue
+            places[id(module)] = self.index[path]
+            if path:
+                parent, _, name = path.rpartition(".")
+                self._steps.append((self.index[parent], name, weakref.ref(module), module.__dict__.get(EPOCH, 0)))
+            for name, value in module.__dict__.items():
+                if type(value) in (dict, list, set) and name not in _OWN_ATTRIBUTES:
+                    self._containers.append((self.index[path], name, snapshot(value)))
+
+    def __call__(self, root: nn.Module) -> list[nn.Module] | None:
+        if root.__dict__.get(EPOCH, 0) != self._root_epoch:
+            return None
+        modules: list[Any] = [root]
+        for parent, name, reference, epoch in self._steps:
+            module = modules[parent]._modules.get(name)
+            if module is None or module is not reference():
+                return None
+            attributes = module.__dict__
+            if (
+                attributes["training"]
+                or attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+                or "forward" in attributes
+                or attributes.get(EPOCH, 0) != epoch
+            ):
+                return None
+            modules.append(module)
+        for place, name, value in self._containers:
+            if modules[place].__dict__.get(name) != value:
+                return None
+        for watched, name, value in self._watched:
+            if getattr(watched, name, None) != value:
+                return None
+        return modules
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of a plain container that can be compared with it later."""
+    kind = type(value)
+    if kind is dict:
+        return {name: snapshot(item) for name, item in value.items()}
+    if kind in (list, tuple, set, frozenset):
+        return kind(snapshot(item) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, type)):
+        return value
+    raise CannotRecord(f"an attribute holds a {kind.__name__} in a container")
+
+
+def generate(graph: Graph, index: dict[str, int]) -> Callable[..., Any]:
+    """The function `f(modules, *values)` of a graph. A value is dropped after its last use, as the source would."""
+    bound: dict[str, Any] = {}
+    nodes = list(graph.nodes)
+    last_use = {user: node for node in nodes for user in node.all_input_nodes}
+    dying: dict[Node, list[str]] = {}
+    for node, last in last_use.items():
+        dying.setdefault(last, []).append(node.name)
+    arguments = [node.name for node in nodes if node.op == "placeholder"]
+    lines = [f"def program({', '.join(['__modules', *arguments])}):"]
+    for node in nodes:
+        statement = _statement(node, index, bound)
+        if statement:
+            lines.append("    " + statement)
+        names = dying.get(node, [])
+        if names and node.op != "output":
+            lines.append(f"    {' = '.join(names)} = None")
+    exec("\n".join(lines), bound)
+    function: Callable[..., Any] = bound["program"]
+    return function
+
+
+def _statement(node: Node, index: dict[str, int], bound: dict[str, Any]) -> str:
+    def text(value: Any) -> str:
+        return _text(value, bound)
+
+    arguments = [text(value) for value in node.args] + [f"{name}={text(value)}" for name, value in node.kwargs.items()]
+    if node.op == "placeholder":
+        return ""
+    if node.op == "output":
+        return f"return {text(node.args[0])}"
+    if node.op == "get_attr":
+        path, _, name = str(node.target).partition(":")
+        place = f"__modules[{index[path]}]"
+        if name:
+            return f"{node.name} = {place}._parameters.get({name!r}, {place}._buffers.get({name!r}))"
+        return f"{node.name} = {place}"
+    if node.op == "call_method":
+        return f"{node.name} = {arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+    return f"{node.name} = {_bind(node.target, bound)}({', '.join(arguments)})"
+
+
+def _text(value: Any, bound: dict[str, Any]) -> str:
+    kind = type(value)
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, (tuple, list, dict, slice)):
+        if isinstance(value, slice):
+            return f"slice({_text(value.start, bound)}, {_text(value.stop, bound)}, {_text(value.step, bound)})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{name!r}: {_text(item, bound)}" for name, item in value.items()) + "}"
+        items = "".join(_text(item, bound) + ", " for item in value)
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
+    if kind in _SIMPLE:
+        return "..." if value is Ellipsis else repr(value)
+    return _bind(value, bound)
+
+
+def _bind(value: Any, bound: dict[str, Any]) -> str:
+    """A name for a value that has no literal."""
+    for name, known in bound.items():
+        if known is value:
+            return name
+    name = f"__constant_{len(bound)}"
+    bound[name] = value
+    return name

@@ -1,0 +1,368 @@
+"""Records what a module's forward computes, by running that forward on symbols in place of tensors.
+
+No part of torch is patched: a `Symbol` answers torch's functions through `__torch_function__`, and knows an example of
+its value, so that dtypes and numbers of dimensions are real while sizes stay symbols. Whatever cannot be said for all
+calls of one signature (a branch on a size or on a value, an object that nobody has explained) ends the recording with
+`CannotRecord`, and the module keeps its own forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from xopt.graph.signature import fill, is_tensor, signature
+
+
+class CannotRecord(Exception):
+    """This forward is no fixed sequence of operations; the message says where."""
+
+
+EXAMPLE = "example"  # in a node's meta: its value in the recorded call, and of a tensor only a description
+
+
+class Described(NamedTuple):
+    """A tensor's dtype, and its sizes in the recorded call: only those that come from weights are so in all calls."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+# What an object that is no tensor may be asked during a recording: by class and method, a function that tells what the
+# method would return without doing it. Integrations fill it.
+OpaqueRule = Callable[..., Any]
+opaque_rules: dict[tuple[type, str], OpaqueRule] = {}
+
+_CONSTANT_ATTRIBUTES = frozenset(
+    {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta"}
+)
+_CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_complex", "element_size"})
+# These produce a tensor that nothing else refers to, so what is done to it in place can as well make a new one.
+_FRESH = frozenset({"linear", "matmul", "add", "mul", "sub", "layer_norm", "conv2d", "conv1d", "bmm", "cat"})
+
+
+class Symbol:
+    """Stands for a tensor, a size, or an object that only `opaque_rules` knows."""
+
+    def __init__(self, recorder: Recorder, node: Node, example: Any) -> None:
+        self._recorder = recorder
+        self._node = node
+        self._example = example
+
+    @property  # type: ignore[misc]  # isinstance asks it
+    def __class__(self) -> Any:
+        return type(self._example)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = next(item._recorder for item in _symbols((args, kwargs)))
+        return recorder.call(func, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        example = self._example
+        if not isinstance(example, torch.Tensor):
+            rules = opaque_rules.items()
+            rule = next((rule for (kind, method), rule in rules if method == name and isinstance(example, kind)), None)
+            if rule is None:
+                raise CannotRecord(f"it reads .{name} of a {type(example).__name__}")
+            return _Method(self, name, rule)
+        if name in _CONSTANT_ATTRIBUTES:
+            return getattr(example, name)
+        if name == "requires_grad":
+            return False
+        if name == "shape":
+            return self.size()
+        if name in _CONSTANT_METHODS:
+            return getattr(example, name)
+        if name in ("T", "mT"):
+            return self.transpose(-2, -1) if name == "mT" or example.ndim == 2 else self._refuse(name)
+        if name.startswith("_") or not callable(getattr(torch.Tensor, name, None)):
+            raise AttributeError(f"a recorded tensor has no attribute {name!r}")
+        return _Method(self, name, None)
+
+    def size(self, dim: int | None = None) -> Any:
+        if dim is None:
+            return tuple(self.size(each) for each in range(self._example.ndim))
+        return self._recorder.record("call_method", "size", (self, dim), {}, self._example.size(dim))
+
+    def numel(self) -> Any:
+        return self._recorder.record("call_method", "numel", (self,), {}, self._example.numel())
+
+    def _refuse(self, what: str) -> Any:
+        raise CannotRecord(f"it depends on the value or the layout of a tensor or size ({what})")
+
+    def __len__(self) -> int:
+        return self._refuse("len")  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Any:
+        return self._refuse("iteration")
+
+    def __bool__(self) -> bool:
+        return self._refuse("a branch")  # type: ignore[no-any-return]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse("writing to a part")
+
+    __hash__ = object.__hash__
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._recorder.call(operator.getitem, self, key)
+
+
+def _add_operators() -> None:
+    """The methods of `Symbol` that differ in name only."""
+
+    def refusing(name: str) -> Any:
+        return lambda self, *args, **kwargs: self._refuse(name)
+
+    def unary(function: Any) -> Any:
+        return lambda self: self._recorder.call(function, self)
+
+    def binary(function: Any) -> Any:
+        return lambda self, other: self._recorder.call(function, self, other)
+
+    def reflected(function: Any) -> Any:
+        return lambda self, other: self._recorder.call(function, other, self)
+
+    def comparison(function: Any) -> Any:
+        def compare(self: Symbol, other: Any) -> Any:
+            if not isinstance(self._example, torch.Tensor):
+                return self._refuse("a comparison")
+            return self._recorder.call(function, self, other)
+
+        return compare
+
+    def in_place(function: Any) -> Any:
+        return lambda self, other: self._recorder.in_place(function, self, other)
+
+    for name in ("__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy", "stride"):
+        setattr(Symbol, name, refusing(name))
+    for name in ("is_contiguous", "data_ptr", "storage", "untyped_storage", "backward"):
+        setattr(Symbol, name, refusing(name))
+    for name in ("neg", "pos", "abs", "invert"):
+        setattr(Symbol, f"__{name}__", unary(getattr(operator, name)))
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
+        setattr(Symbol, f"__{name.rstrip('_')}__", binary(getattr(operator, name)))
+        setattr(Symbol, f"__r{name.rstrip('_')}__", reflected(getattr(operator, name)))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(Symbol, f"__{name}__", comparison(getattr(operator, name)))
+    for name in ("add", "sub", "mul"):
+        setattr(Symbol, f"__i{name}__", in_place(getattr(operator, name)))
+
+
+_add_operators()
+
+
+class _Method:
+    """A method of a symbol, about to be called."""
+
+    def __init__(self, symbol: Symbol, name: str, rule: OpaqueRule | None) -> None:
+        self._symbol = symbol
+        self._name = name
+        self._rule = rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        symbol, name = self._symbol, self._name
+        recorder = symbol._recorder
+        if self._rule is not None:
+            example = self._rule(symbol._example, *recorder.examples(args), **recorder.examples(kwargs))
+            return recorder.record("call_method", name, (symbol, *args), kwargs, example)
+        if name.endswith("_") and not name.endswith("__"):
+            return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)
+        with torch.no_grad():
+            example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
+        return recorder.record("call_method", name, (symbol, *args), kwargs, example)
+
+
+def _symbols(value: Any) -> Any:
+    if type(value) is Symbol:
+        yield value
+    elif type(value) in (tuple, list):
+        for item in value:
+            yield from _symbols(item)
+    elif type(value) is dict:
+        yield from _symbols(list(value.values()))
+    elif type(value) is slice:
+        yield from _symbols((value.start, value.stop, value.step))
+
+
+def is_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(True for _ in _symbols((args, kwargs)))
+
+
+def recorder_of(*values: Any) -> Recorder:
+    recorder: Recorder = next(_symbols(values))._recorder
+    return recorder
+
+
+class Recorder:
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.graph = Graph()
+        self._paths = {id(module): path for path, module in root.named_modules()}
+        self._tensors: dict[int, tuple[str, str]] = {}
+        for path, module in root.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._tensors.setdefault(id(tensor), (path, name))
+        self._attributes: dict[tuple[str, str], Node] = {}
+        self._replaced_in_place: list[tuple[Node, Node]] = []
+        self.watched: list[tuple[Any, str, Any]] = []
+
+    # ---- What forwards lead to ---------------------------------------------------------------------------------------
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("inplace") is True:
+            return self.in_place(function, *args, **{**kwargs, "inplace": False})
+        with torch.no_grad():
+            example = function(*self.examples(args), **self.examples(kwargs))
+        return self.record("call_function", function, args, kwargs, example)
+
+    def call_module(self, module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function of a module of ours and of more arguments, as one step."""
+        if id(module) not in self._paths:
+            raise CannotRecord(f"it calls a {type(module).__name__} that is no part of it")
+        with torch.no_grad():
+            example = function(module, *self.examples(args), **self.examples(kwargs))
+        return self.record("call_function", function, (module, *args), kwargs, example)
+
+    def in_place(self, function: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """An operation in place, recorded as one that makes a new tensor. Right only where the old one is fresh and
+        not used otherwise, which `finish` looks at."""
+        if function is None or type(target) is not Symbol or not isinstance(target._example, torch.Tensor):
+            raise CannotRecord("it changes something in place")
+        source = target._node.target
+        name = source if isinstance(source, str) else getattr(source, "__name__", "")
+        result = self.call(function, target, *args, **kwargs)
+        if name not in _FRESH or result._example.dtype != target._example.dtype:
+            raise CannotRecord("it changes a tensor in place that others may see")
+        self._replaced_in_place.append((target._node, result._node))
+        return result
+
+    def record(self, op: str, target: Any, args: Any, kwargs: Any, example: Any) -> Any:
+        node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
+        node.meta[EXAMPLE] = _described(example)
+        return self._wrap(node, example)
+
+    def watch(self, holder: Any, name: str) -> None:
+        """What is recorded holds as long as this attribute keeps its value."""
+        self.watched.append((holder, name, getattr(holder, name, None)))
+
+    def examples(self, value: Any) -> Any:
+        return _map(value, lambda item: item._example if type(item) is Symbol else item)
+
+    # ---- Between symbols and nodes -----------------------------------------------------------------------------------
+
+    def _wrap(self, node: Node, example: Any) -> Any:
+        if isinstance(example, torch.Tensor) or type(example) is int:
+            return Symbol(self, node, example)
+        if type(example) in (tuple, list) or isinstance(example, torch.Size):
+            items: list[Any] = []
+            for index, item in enumerate(example):
+                if item is None:
+                    items.append(None)
+                    continue
+                part = self.graph.call_function(operator.getitem, (node, index))
+                part.meta[EXAMPLE] = _described(item)
+                items.append(self._wrap(part, item))
+            return tuple(items) if isinstance(example, torch.Size) else type(example)(items)
+        raise CannotRecord(f"{node.target} gives a {type(example).__name__}")
+
+    def _nodes(self, value: Any) -> Any:
+        return _map(value, self._node)
+
+    def _node(self, value: Any) -> Any:
+        if type(value) is Symbol:
+            if value._recorder is not self:
+                raise CannotRecord("it keeps a tensor from another recording")
+            return value._node
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._tensors:
+                raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
+            return self._attribute(*self._tensors[id(value)], _described(value))
+        if isinstance(value, nn.Module):
+            return self._attribute(self._paths[id(value)], "", value)
+        return value
+
+    def _attribute(self, path: str, name: str, example: Any) -> Node:
+        """The node of a module (no name), a parameter or a buffer."""
+        if (path, name) not in self._attributes:
+            first = next(iter(self.graph.nodes), None)
+            with self.graph.inserting_before(first):
+                node = self.graph.create_node("get_attr", f"{path}:{name}")
+            node.meta[EXAMPLE] = example
+            self._attributes[path, name] = node
+        return self._attributes[path, name]
+
+    def finish(self, result: Any) -> None:
+        for old, new in self._replaced_in_place:
+            if set(old.users) != {new}:
+                raise CannotRecord("it changes a tensor in place that is used again")
+        _check_result(result)
+        self.graph.output(self._nodes(result))
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(_map(item, change) for item in value)
+    if kind is dict:
+        return {name: _map(item, change) for name, item in value.items()}
+    if kind is slice:
+        return slice(_map(value.start, change), _map(value.stop, change), _map(value.step, change))
+    return change(value)
+
+
+def _described(example: Any) -> Any:
+    """Of a tensor only what it looks like: a graph must not keep the recorded call's memory."""
+    return Described(example.dtype, tuple(example.shape)) if isinstance(example, torch.Tensor) else example
+
+
+def _check_result(result: Any) -> None:
+    if type(result) in (tuple, list):
+        for item in result:
+            _check_result(item)
+    elif type(result) is dict:
+        _check_result(list(result.values()))
+    elif type(result) is not Symbol and not isinstance(result, (type(None), bool, int, float, str)):
+        raise CannotRecord(f"it returns a {type(result).__name__}")
+
+
+def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
+    """With the graph of `forward(root, *args, **kwargs)`; its placeholders are the values of the call's signature."""
+    recorder = Recorder(root)
+    _, values = signature(args, kwargs)
+    symbols = []
+    for index, value in enumerate(values):
+        example = value.detach().clone() if is_tensor(value) else value
+        node = recorder.graph.placeholder(f"value_{index}")
+        node.meta[EXAMPLE] = _described(example)
+        symbols.append(Symbol(recorder, node, example))
+    attributes = {id(module): dict(module.__dict__) for module in root.modules()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            result = forward(root, *fill(args, symbols), **fill(kwargs, symbols))
+    finally:
+        changed = [module for module in root.modules() if _restore(module, attributes.get(id(module)))]
+    if changed:
+        raise CannotRecord(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
+    recorder.finish(result)
+    return recorder
+
+
+def _restore(module: nn.Module, before: dict[str, Any] | None) -> bool:
+    """Undo what a forward did to a module's attributes; whether there was anything."""
+    if before is None:
+        return True
+    now = module.__dict__
+    if now.keys() == before.keys() and all(now[name] is value for name, value in before.items()):
+        return False
+    now.clear()
+    now.update(before)
+    return True

@@ -1,0 +1,63 @@
+"""What kind of call a block gets: the part of its arguments that a recorded graph takes for granted.
+
+Tensors count by dtype and number of dimensions, numbers, flags and None by value, other objects by class. Sizes do not
+count: a graph is recorded once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """A hashable key, and the values that are no part of it, in order."""
+    values: list[Any] = []
+    key: list[Any] = [torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None]
+    for value in args:
+        _flatten(value, key, values)
+    for name, value in kwargs.items():
+        key.append(name)
+        _flatten(value, key, values)
+    return tuple(key), values
+
+
+def _flatten(value: Any, key: list[Any], values: list[Any]) -> None:
+    kind = type(value)
+    if kind in _TENSORS:
+        key.append((value.dtype, value.ndim, value.layout))
+        values.append(value)
+    elif kind in _CONSTANTS:
+        key.append((kind, value))
+    elif kind is tuple or kind is list:
+        key.append((kind, len(value)))
+        for item in value:
+            _flatten(item, key, values)
+    elif kind is dict:
+        key.append((kind, tuple(value)))
+        for item in value.values():
+            _flatten(item, key, values)
+    else:
+        key.append(kind)
+        values.append(value)
+
+
+def fill(value: Any, values: list[Any]) -> Any:
+    """The same arguments with what `signature` took out replaced by the given values, taken from the front."""
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return value
+    if kind is tuple or kind is list:
+        return kind(fill(item, values) for item in value)
+    if kind is dict:
+        return {name: fill(item, values) for name, item in value.items()}
+    return values.pop(0)
+
+
+def is_tensor(value: Any) -> bool:
+    return type(value) in _TENSORS

@@ -1,0 +1,106 @@
+"""transformers: an attention function of its own, registered the way that library provides for.
+
+`optimize` lets models whose attention is "sdpa" use it, by the library's own `set_attn_implementation`. It takes what
+transformers' sdpa takes; what the kernel does not do (dropout, soft caps, paged caches) goes on to transformers' own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from xopt.graph.record import is_symbolic, opaque_rules, recorder_of
+from xopt.modules.attention import attend, can_attend
+from xopt.modules.pattern import step
+
+NAME = "xopt"
+_IGNORED = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position"})
+
+
+def xopt_attention(
+    module: torch.nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Any = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """The contract of transformers' attention functions: ([batch, queries, heads, depth], no weights)."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
+    unusual = dropout or any(name not in _IGNORED and given is not None for name, given in kwargs.items())
+    if is_symbolic((query, key, value, attention_mask, position_bias), kwargs):
+        recorder = recorder_of(query)
+        recorder.watch(module.config, "_attn_implementation")
+        if unusual:
+            raise NotImplementedError("attention with " + ", ".join(kwargs))
+        tensors = (query, key, value, attention_mask, position_bias)
+        return recorder.call(attention_step, *tensors, causal=causal, scaling=scaling), None
+    if unusual or not can_attend(query, key, value, attention_mask):
+        named: dict[str, Any] = {"is_causal": is_causal, "position_bias": position_bias, **kwargs}
+        result: tuple[Any, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **named
+        )
+        return result
+    return attention_step(query, key, value, attention_mask, position_bias, causal=causal, scaling=scaling), None
+
+
+@step("attention")
+def attention_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    *,
+    causal: bool,
+    scaling: float | None,
+) -> torch.Tensor:
+    # One query sees all keys; several stand at the beginning of the keys, which is what transformers means here.
+    causal = causal and query.shape[2] > 1
+    if position_bias is not None:
+        mask = _with_bias(position_bias, mask, causal, query, key)
+        causal = False
+    return attend(query, key, value, mask, causal=causal, scale=scaling)
+
+
+def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool, query: Any, key: Any) -> torch.Tensor:
+    """One additive mask of a position bias and what else hides keys."""
+    if mask is None and causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+    return bias + mask
+
+
+def adopt(model: torch.nn.Module) -> list[str]:
+    """Lets the transformers models in a model use xopt's attention; in words, for which it did."""
+    register()
+    adopted = []
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == "sdpa":
+            part.set_attn_implementation(NAME)
+            adopted.append(type(part).__name__)
+    return adopted
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, xopt_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _update(cache: Cache, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    """A cache answers with tensors like those that it is given, of other lengths."""
+    return keys, values
+
+
+opaque_rules[Cache, "update"] = _update

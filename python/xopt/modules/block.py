@@ -1,0 +1,178 @@
+"""Any module that is made of others: runs what it computes as a program of fused steps, where its forward allows.
+
+At the first call of each kind (`graph/signature.py`) the forward is recorded and the patterns are tried on the record.
+Where that fails, or nothing is found to fuse, the forward runs as it always did, and the blocks inside get their try.
+A program is left, too, while gradients are wanted or somebody has put a hook on a module inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from xopt.config import Config
+from xopt.graph.program import EPOCH, Program, hooked
+from xopt.graph.record import CannotRecord, Recorder, is_symbolic, record
+from xopt.graph.signature import is_tensor, signature
+from xopt.modules.base import Replacement, derive
+from xopt.modules.pattern import Pattern, fused_steps, remove_unused
+
+_log = logging.getLogger("xopt")
+
+PROGRAMS = "_xopt_programs"
+_MOST_MODULES = 64  # a block is small: a whole model as one program would be made anew for each change inside
+_MOST_PROGRAMS = 16
+_MOST_FAILURES = 16
+
+Forward = Callable[..., Any]
+
+
+class Programs:
+    """A block's programs by the kind of call. Copies of the module start with none."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.fused: list[str] = []
+        """What the programs fuse, in words."""
+        self.problem: str | None = None
+        """Why the last recording did not end in a program."""
+        self._by_signature: dict[Any, Program | None] = {}
+        self._failures = 0
+        self._lock = threading.Lock()
+
+    def find(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Program | None:
+        try:
+            return self._by_signature[key]
+        except KeyError:
+            pass
+        if is_symbolic(args, kwargs) or len(self._by_signature) >= _MOST_PROGRAMS:
+            return None
+        with self._lock:
+            if key not in self._by_signature:
+                self._by_signature[key] = self._make(module, forward, args, kwargs)
+            return self._by_signature[key]
+
+    @property
+    def was_tried(self) -> bool:
+        return self.problem is not None or bool(self.fused)
+
+    def drop(self, module: nn.Module, key: Any) -> None:
+        """Forgets a program that no longer fits its module, so that the next call makes another; but not for ever,
+        and not for hooks, which come and go."""
+        if any(hooked(part) for part in module.modules() if part is not module):
+            return
+        with self._lock:
+            self._failures += 1
+            self._by_signature.pop(key, None)
+            if self._failures >= _MOST_FAILURES:
+                self._by_signature[key] = None
+
+    def _make(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Program | None:
+        try:
+            if any(hooked(part) for part in module.modules() if part is not module):
+                raise CannotRecord("there is a hook inside")
+            recorder = record(module, forward, args, kwargs)
+            fused = apply_patterns(recorder, self.config)
+            program = Program(module, recorder) if fused else None
+        except CannotRecord as problem:
+            self.problem = str(problem)
+        except Exception as problem:  # whatever a forward does when it meets a symbol: it is not for us to judge
+            self.problem = f"{type(problem).__name__}: {problem}"
+        else:
+            self.fused = fused or self.fused
+            self.problem = None if fused else "there is nothing to fuse"
+            _log.info("%s: fused %s", type(module).__name__, ", ".join(fused) or "nothing")
+            return program
+        _log.info("%s runs its own forward: %s", type(module).__name__, self.problem)
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Programs:
+        return Programs(self.config)
+
+    def __reduce__(self) -> Any:
+        return Programs, (self.config,)
+
+
+def apply_patterns(recorder: Recorder, config: Config) -> list[str]:
+    """Tries all of them; what came of it, in words."""
+    for pattern in sorted(Pattern.__subclasses__(), key=lambda pattern: (pattern.stage, pattern.__name__)):
+        if getattr(config, pattern.switch):
+            pattern.rewrite(recorder.graph)
+            remove_unused(recorder.graph)
+    return fused_steps(recorder.graph)
+
+
+def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`forward(module, *args, **kwargs)`, as a program where there can be one."""
+    if module.training or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return forward(module, *args, **kwargs)
+    programs: Programs = module.__dict__[PROGRAMS]
+    key, values = signature(args, kwargs)
+    program = programs.find(module, forward, key, args, kwargs)
+    if program is None or (torch.is_grad_enabled() and _wants_gradient(module, values)):
+        return forward(module, *args, **kwargs)
+    result = program(module, values)
+    if result is NotImplemented:
+        programs.drop(module, key)
+        return forward(module, *args, **kwargs)
+    return result
+
+
+def _wants_gradient(module: nn.Module, values: list[Any]) -> bool:
+    tensors = [*(value for value in values if is_tensor(value)), *module.parameters()]
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+class Block(nn.Module):
+    """The mixin of a derived class; see `derive`."""
+
+    @classmethod
+    def attributes(cls, source: type[nn.Module]) -> dict[str, Any]:
+        source_forward = source.forward
+
+        @functools.wraps(source_forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return run(self, source_forward, args, kwargs)
+
+        return {"forward": forward}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__[EPOCH] = self.__dict__.get(EPOCH, 0) + 1
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__[EPOCH] = self.__dict__.get(EPOCH, 0) + 1
+
+
+def make_block(module: nn.Module, config: Config) -> bool:
+    """Turns a module into a block, in place, if it is one that has something inside; whether it did."""
+    if not can_be_block(module):
+        return False
+    try:
+        module.__class__ = derive(Block, type(module))
+    except TypeError:  # a class whose instances have another layout
+        return False
+    module.__dict__[PROGRAMS] = Programs(config)
+    return True
+
+
+def can_be_block(module: nn.Module) -> bool:
+    kind = type(module)
+    if issubclass(kind, (Replacement, Block, torch.jit.ScriptModule)) or "forward" in module.__dict__:
+        return False
+    if kind.__module__.startswith("torch.") and kind is not nn.Sequential:
+        return False
+    if not module._modules and not module._parameters:
+        return False
+    return kind.forward is not nn.Module.forward and small_enough(module)
+
+
+def small_enough(module: nn.Module) -> bool:
+    return sum(1 for _ in module.modules()) <= _MOST_MODULES

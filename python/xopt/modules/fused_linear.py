@@ -1,0 +1,81 @@
+"""What follows a product, done while its results are in registers: activation, addition of a residual, product."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch.fx import Graph, Node
+
+from xopt.modules.activation import activation_of
+from xopt.modules.linear import linear
+from xopt.modules.pattern import (
+    ADD,
+    MULTIPLY,
+    Pattern,
+    calls,
+    dtype_of,
+    only_user,
+    operands,
+    replace,
+    shape_of,
+    used_only_for,
+)
+
+
+class LinearActivation(Pattern):
+    stage: ClassVar[int] = 3
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            found = activation_of(node)
+            if found is None or not _is_open(found[0]) or dtype_of(node) != dtype_of(found[0]):
+                continue
+            source, activation = found
+            if not used_only_for(source, node):
+                continue
+            kwargs = source.kwargs | activation | {"out_dtype": dtype_of(node)}
+            if "other" in source.kwargs:
+                kwargs["activation_last"] = True
+            replace(graph, node, linear, source.args, kwargs)
+
+
+class LinearBinary(Pattern):
+    stage: ClassVar[int] = 3
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for binary, targets in (("add", ADD), ("mul", MULTIPLY)):
+            for node in calls(graph, *targets):
+                for source, other in _orders(node, targets):
+                    if not _is_open(source) or "other" in source.kwargs or only_user(source) is not node:
+                        continue
+                    if _is_alike(node, source, other):
+                        kwargs = source.kwargs | {"binary": binary, "other": other, "out_dtype": dtype_of(node)}
+                        replace(graph, node, linear, source.args, kwargs)
+                        break
+
+
+def _orders(node: Node, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """With the operand first that was computed last: fused into it, the sum stays where it was."""
+    found = operands(node, targets)
+    if found is None:
+        return []
+    return [found[::-1], found]
+
+
+def _is_open(node: Any) -> bool:
+    """A product that no activation follows yet."""
+    return isinstance(node, Node) and node.target is linear and node.kwargs.get("activation", "none") == "none"
+
+
+def _is_alike(node: Node, source: Node, other: Any) -> bool:
+    """Whether the operands have the result's shape, and the residual its dtype: a product in bf16 that is added to
+    fp32 need not be rounded before. The shapes are those of the recorded call: `linear` looks again in each."""
+    return (
+        isinstance(other, Node)
+        and shape_of(other) == shape_of(node) == shape_of(source) != ()
+        and dtype_of(other) == dtype_of(node)
+    )

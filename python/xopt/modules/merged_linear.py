@@ -1,0 +1,78 @@
+"""Linear layers that are fed the same tensor (query, key and value) as one product."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, Node
+
+from xopt.graph.record import EXAMPLE
+from xopt.modules.linear import PackedLinear, linear
+from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
+from xopt.modules.pattern import Pattern, calls, dtype_of, step
+
+_linear = torch.ops.xopt.linear.default
+
+
+class MergeSiblings(Pattern):
+    stage: ClassVar[int] = 2
+    switch: ClassVar[str] = "concat_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        siblings: dict[Node, list[Any]] = {}
+        for node in calls(graph, linear):
+            siblings.setdefault(node.args[1], []).append(node)
+        for input, nodes in siblings.items():
+            modules = [node.args[0].meta[EXAMPLE] for node in nodes]
+            if len(nodes) > 1 and _fit(modules) and len({dtype_of(node) for node in nodes}) == 1:
+                _merge(graph, input, nodes)
+
+
+def _fit(modules: list[PackedLinear]) -> bool:
+    weights = [module._parameters["weight"] for module in modules]
+    return (
+        all(type(weight) is PackedParameter and weight.place_in_pair is None for weight in weights)
+        and len({id(weight) for weight in weights}) == len(weights)
+        and len({weight.dtype for weight in weights if weight is not None}) == 1
+        and len({module.bias is None for module in modules}) == 1
+        and all(module.out_features % 32 == 0 for module in modules[:-1])
+    )
+
+
+def _merge(graph: Graph, input: Node, nodes: list[Node]) -> None:
+    modules = [node.args[0] for node in nodes]
+    with graph.inserting_before(nodes[0]):
+        together = graph.call_function(merged_linear, (modules, input), {"out_dtype": dtype_of(nodes[0])})
+        for place, node in enumerate(nodes):
+            part = graph.call_function(operator.getitem, (together, place))
+            part.meta.update(node.meta)
+            node.replace_all_uses_with(part)
+            _allow_copies(part)
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _allow_copies(part: Node) -> None:
+    """A part lies between the others, so `view`, which never copies, may fail where it did not before."""
+    for user in part.users:
+        if user.op == "call_method" and user.target == "view":
+            user.target = "reshape"
+
+
+@step("merged linear")
+def merged_linear(
+    modules: list[PackedLinear], input: torch.Tensor, *, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    weights: list[Any] = [module._parameters["weight"] for module in modules]
+    if not all(type(weight) is PackedParameter for weight in weights):
+        return tuple(linear(module, input, out_dtype=out_dtype) for module in modules)
+    if not are_one(weights) and not pack_as_one(weights):
+        return tuple(linear(module, input, out_dtype=out_dtype) for module in modules)
+    biases: list[Any] = [module._parameters["bias"] for module in modules]
+    sizes = [module.out_features for module in modules]
+    bias = None if biases[0] is None else torch.cat(biases)
+    together = _linear(input, weights[0].packed, sum(sizes), bias, out_dtype=out_dtype)
+    return together.split(sizes, -1)  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""A pattern finds steps of a recorded graph that one of xopt's operators does at once, and puts it in their place.
+
+Each pattern stands in the file of the module or operator that it is about, and is found through `__subclasses__`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch.fx import Graph, Node
+
+from xopt.graph.record import EXAMPLE, Described
+
+
+class Pattern:
+    stage: ClassVar[int]
+    """Patterns of a lower stage go first: 0 cleans up, 1 finds single operators, 2 merges siblings, 3 fuses chains."""
+    switch: ClassVar[str]
+    """The name in `Config` that turns it off."""
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        """Changes the graph."""
+        raise NotImplementedError
+
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+_labels: dict[Any, Callable[[dict[str, Any]], str]] = {}
+
+
+def step(label: str | Callable[[dict[str, Any]], str]) -> Callable[[Step], Step]:
+    """Marks a function that patterns put into graphs, with its name in the report or how to tell it by the keyword
+    arguments of a call; an empty one is no fusion."""
+
+    def mark(function: Step) -> Step:
+        _labels[function] = (lambda kwargs: label) if isinstance(label, str) else label
+        return function
+
+    return mark
+
+
+def fused_steps(graph: Graph) -> list[str]:
+    labels = [_labels[node.target](node.kwargs) for node in graph.nodes if node.target in _labels]
+    return [label for label in labels if label]
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    described = node.meta.get(EXAMPLE) if isinstance(node, Node) else None
+    return described.dtype if isinstance(described, Described) else None
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The sizes of the recorded call. Those that come from weights are the same in all calls; the others are not."""
+    described = node.meta.get(EXAMPLE) if isinstance(node, Node) else None
+    return described.shape if isinstance(described, Described) else ()
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether a node calls one of these: functions, or names of tensor methods."""
+    return isinstance(node, Node) and node.op in ("call_function", "call_method") and node.target in targets
+
+
+def calls(graph: Graph, *targets: Any) -> list[Any]:
+    return [node for node in graph.nodes if is_call(node, *targets)]
+
+
+def only_user(node: Any) -> Any:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def argument(node: Any, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def is_cast(node: Any) -> bool:
+    """Only a change of dtype, whatever way it is written."""
+    if is_call(node, "float", "bfloat16", "half", "double", "type_as", "to", "type"):
+        source = node.args[0]
+        return dtype_of(node) is not None and isinstance(source, Node) and shape_of(source) == shape_of(node)
+    return False
+
+
+def without_casts(node: Any) -> Any:
+    while is_cast(node):
+        node = node.args[0]
+    return node
+
+
+ADD = (operator.add, torch.add, "add", torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+MULTIPLY = (operator.mul, torch.mul, "mul", torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
+
+
+def operands(node: Any, targets: tuple[Any, ...]) -> tuple[Any, Any] | None:
+    """The two operands of a plain addition or product."""
+    if not is_call(node, *targets) or len(node.args) != 2 or node.kwargs:
+        return None
+    return node.args[0], node.args[1]
+
+
+def replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    """A call in the place of a node. What only that node had used is left over, and removed by `remove_unused`."""
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args, kwargs)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return new
+
+
+def remove_unused(graph: Graph) -> None:
+    """All recorded functions are pure; methods of objects that are no tensors need not be."""
+    for node in reversed(list(graph.nodes)):
+        opaque = node.op == "call_method" and not isinstance(node.args[0].meta.get(EXAMPLE), Described)
+        if not node.users and node.op not in ("placeholder", "output") and not opaque:
+            graph.erase_node(node)
+
+
+def used_only_for(source: Node, node: Node) -> bool:
+    """Whether nobody else wants a step's result. The steps of an activation that is written out may use it
+    several times, all on the way to `node`."""
+    if only_user(source) is node:
+        return True
+    seen, waiting = set(), list(source.users)
+    while waiting:
+        user = waiting.pop()
+        if user is node or user in seen:
+            continue
+        if user.op == "output" or user not in _before(node):
+            return False
+        seen.add(user)
+        waiting += list(user.users)
+    return True
+
+
+def _before(node: Node) -> set[Node]:
+    """The steps that a step is made of, a few levels deep."""
+    found, level = set(), {node}
+    for _ in range(8):
+        level = {source for each in level for source in each.all_input_nodes}
+        found |= level
+    return found
