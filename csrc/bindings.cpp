@@ -159,29 +159,12 @@ py::list region_members(int threads) {
   return members;
 }
 
-// In each of `rounds` rounds every thread adds one, waits, and looks at the sum: how often it was not whole.
-int64_t barrier_misses(int threads, int rounds) {
-  std::atomic<int64_t> arrived{0}, misses{0};
-  parallel(threads, [&](int, int count) {
-    for (int round = 1; round <= rounds; ++round) {
-      arrived.fetch_add(1);
-      parallel_barrier();
-      if (arrived.load() != static_cast<int64_t>(round) * count) misses.fetch_add(1);
-      parallel_barrier();
-    }
-  });
-  return misses.load();
-}
-
-// Every thread opens a region and a barrier of its own: the sizes of these inner regions and what max_threads said.
+// Every thread opens a region of its own: the sizes of these inner regions and what max_threads said.
 std::pair<int, int> nested_region(int threads) {
   std::atomic<int> inner{0}, allowed{0};
   parallel(threads, [&](int, int) {
     allowed = std::max(allowed.load(), max_threads());
-    parallel(threads, [&](int, int count) {
-      inner = std::max(inner.load(), count);
-      parallel_barrier();
-    });
+    parallel(threads, [&](int, int count) { inner = std::max(inner.load(), count); });
   });
   return {inner.load(), allowed.load()};
 }
@@ -219,7 +202,6 @@ std::vector<uintptr_t> scratch_pieces(const std::vector<size_t>& sizes) {
 void bind_testing(py::module_ m) {
   const py::call_guard<py::gil_scoped_release> unlocked;
   m.def("region_members", &region_members, py::arg("threads"));
-  m.def("barrier_misses", &barrier_misses, py::arg("threads"), py::arg("rounds"), unlocked);
   m.def("nested_region", &nested_region, py::arg("threads"), unlocked);
   m.def("throwing_region", &throwing_region, py::arg("threads"), py::arg("thrower"), unlocked);
   m.def("scratch_pieces", &scratch_pieces, py::arg("sizes"), unlocked);

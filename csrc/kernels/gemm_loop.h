@@ -257,7 +257,7 @@ class GemmLoop {
   void run() {
     if (call_.epilogue.norm == Norm::none) {
       compute_grid(call_, select(call_));
-    } else if (plan_.row_blocks >= plan_.max_threads) {
+    } else if (plan_.grid_panels == 1) {
       run_norm_by_rows();
     } else {
       run_norm_in_two_steps();
@@ -303,7 +303,7 @@ class GemmLoop {
     });
   }
 
-  // Few rows: all threads share them, so the norm waits for the last of them.
+  // Threads share rows, since reading all weights in each would cost more: the norm waits for the last of them.
   void run_norm_in_two_steps() const {
     static Kernel<RowNormFn> norm("row_norm", "f32");
     const Scratch scratch(static_cast<size_t>(call_.m * call_.weight.n * 4));

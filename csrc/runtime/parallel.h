@@ -15,11 +15,9 @@ void set_thread_source(ThreadSource source);
 
 // Runs body(context, thread, count) on `threads` threads and waits. `count`, the same for all, may be less than
 // `threads` where the runtime grants fewer: divide the work by it. The first exception is thrown again here.
+// Small `threads` save no time of the others: a region always wakes all of max_threads() (parallel.cpp says why).
 using ParallelBody = void (*)(void* context, int thread, int count);
 void parallel_run(int threads, ParallelBody body, void* context);
-
-// Waits for all threads of the region. Every thread must come here equally often and none may throw before it.
-void parallel_barrier();
 
 // The same with a callable: body(thread, count).
 template <class Body>

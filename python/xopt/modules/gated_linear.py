@@ -68,7 +68,7 @@ def gated_linear(
         return ACTIVATIONS[activation](linear(gate, input), alpha, beta) * linear(up, input)
     return _gated(  # type: ignore[no-any-return]
         input,
-        weights[0].packed,
+        weights[0].place.packed,
         gate.out_features,
         gate._parameters["bias"],
         up._parameters["bias"],

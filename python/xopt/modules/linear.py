@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from xopt.modules.base import (
     plain_parameter_problem,
     result_dtype,
 )
-from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.packed_parameter import PackedParameter, Place
 from xopt.modules.pattern import step
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,9 +29,12 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _linear = torch.ops.xopt.linear.default
 
 
-def is_ready(weight: Any) -> TypeGuard[PackedParameter]:
-    """Whether a weight is in the layout that `torch.ops.xopt.linear` reads."""
-    return type(weight) is PackedParameter and weight.place_in_pair is None
+def place_of(weight: Any) -> Place | None:
+    """Where `torch.ops.xopt.linear` finds a weight; None: it is not packed, or not for that operator."""
+    if type(weight) is not PackedParameter:
+        return None
+    place = weight.place
+    return place if place.in_pair is None else None
 
 
 class PackedLinear(Replacement, nn.Linear):
@@ -70,17 +73,17 @@ class PackedLinear(Replacement, nn.Linear):
         if type(input) is Symbol:
             symbol: Any = input
             return recorder_of(symbol).call_module(self, linear, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        place, bias = place_of(self._parameters["weight"]), self._parameters["bias"]
         wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-        if not is_ready(weight) or wants_gradient or input.dtype not in _FLOATING:
+        if place is None or wants_gradient or input.dtype not in _FLOATING:
             return self.plain_forward(input)
         return _linear(  # type: ignore[no-any-return]
             input,
-            weight.packed,
+            place.packed,
             self.out_features,
             bias,
             out_dtype=result_dtype(input),
-            first_column=weight.first_column,
+            first_column=place.first_column,
         )
 
     def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -163,8 +166,8 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The step of a recorded graph that calls the module; patterns hand it what follows."""
-    weight = module._parameters["weight"]
-    if not is_ready(weight) or (other is not None and other.shape[:-1] != input.shape[:-1]):
+    place = place_of(module._parameters["weight"])
+    if place is None or (other is not None and other.shape[:-1] != input.shape[:-1]):
         result: torch.Tensor = module(input)
         if activation_last and other is not None:
             result = ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
@@ -174,7 +177,7 @@ def linear(
         return result if out_dtype is None else result.to(out_dtype)
     return _linear(  # type: ignore[no-any-return]
         input,
-        weight.packed,
+        place.packed,
         module.out_features,
         module._parameters["bias"],
         activation=activation,
@@ -184,7 +187,7 @@ def linear(
         other=other,
         activation_last=activation_last,
         out_dtype=result_dtype(input) if out_dtype is None else out_dtype,
-        first_column=weight.first_column,
+        first_column=place.first_column,
     )
 
 

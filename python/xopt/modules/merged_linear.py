@@ -34,7 +34,7 @@ class MergeSiblings(Pattern):
 def _fit(modules: list[PackedLinear]) -> bool:
     weights = [module._parameters["weight"] for module in modules]
     return (
-        all(type(weight) is PackedParameter and weight.place_in_pair is None for weight in weights)
+        all(type(weight) is PackedParameter and weight.place.in_pair is None for weight in weights)
         and len({id(weight) for weight in weights}) == len(weights)
         and len({weight.dtype for weight in weights if weight is not None}) == 1
         and len({module.bias is None for module in modules}) == 1
@@ -74,5 +74,5 @@ def merged_linear(
     biases: list[Any] = [module._parameters["bias"] for module in modules]
     sizes = [module.out_features for module in modules]
     bias = None if biases[0] is None else torch.cat(biases)
-    together = _linear(input, weights[0].packed, sum(sizes), bias, out_dtype=out_dtype)
+    together = _linear(input, weights[0].place.packed, sum(sizes), bias, out_dtype=out_dtype)
     return together.split(sizes, -1)  # type: ignore[no-any-return]

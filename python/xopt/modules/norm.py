@@ -13,7 +13,7 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
 from xopt.modules.gated_linear import gated_linear
-from xopt.modules.linear import PackedLinear, is_ready, linear
+from xopt.modules.linear import PackedLinear, linear, place_of
 from xopt.modules.merged_linear import merged_linear
 from xopt.modules.pattern import (
     ADD,
@@ -234,18 +234,16 @@ def linear_norm(
     out_dtype: torch.dtype,
     sum_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    weight: Any = module._parameters["weight"]
-    rows = input.numel() // module.in_features
-    # The rows of a norm are not split over threads, so there have to be enough of them.
-    fits = is_ready(weight) and weight.is_packed_alone and residual.shape[:-1] == input.shape[:-1]
-    if not fits or rows < _ROWS_FOR_A_THREAD * torch.get_num_threads():
+    place = place_of(module._parameters["weight"])
+    alone = place is not None and place.features == module.out_features
+    if place is None or not alone or residual.shape[:-1] != input.shape[:-1]:
         total = linear(module, input, binary="add", other=residual, out_dtype=sum_dtype or torch.float32)
         if norm == "layer_norm":
             return layer_norm(total, norm_weight, norm_bias, eps=eps, out_dtype=out_dtype), total
         return rms_norm(total, norm_weight, eps=eps, out_dtype=out_dtype), total
     return _linear_norm(  # type: ignore[no-any-return]
         input,
-        weight.packed,
+        place.packed,
         module.out_features,
         module._parameters["bias"],
         residual,
@@ -256,9 +254,6 @@ def linear_norm(
         out_dtype=out_dtype,
         return_sum=sum_dtype is not None,
     )
-
-
-_ROWS_FOR_A_THREAD = 32
 
 
 class NarrowNorms(Pattern):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,31 +22,30 @@ Tensor = torch.Tensor
 _packing = threading.Lock()  # several threads may run one model, and whichever comes first packs weights together
 
 
-class PackedParameter(nn.Parameter):
+class Place(NamedTuple):
+    """Where a weight lies. One value, so that a thread that uses it never sees half of a move."""
+
     packed: Tensor
     """What `torch.ops.xopt.linear` takes. It may hold several weights, packed as one."""
-    first_column: int
+    features: int
+    """The output features in it: those of all its weights, or of one of a gated pair."""
+    first_column: int = 0
     """Where this weight begins in it."""
-    place_in_pair: int | None
+    in_pair: int | None = None
     """Which of the two weights of a gated pair it is, for `torch.ops.xopt.linear_gated`; None: no such pair."""
+
+
+class PackedParameter(nn.Parameter):
+    place: Place
     successor: nn.Parameter | None
     """What took its place when its module moved to another dtype or device; modules that shared it find it here."""
     _unpacked: weakref.ref[Tensor] | None
 
-    def __new__(
-        cls,
-        packed: Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        first_column: int = 0,
-        place_in_pair: int | None = None,
-    ) -> PackedParameter:
+    def __new__(cls, place: Place, shape: Sequence[int], dtype: torch.dtype) -> PackedParameter:
         parameter: PackedParameter = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=packed.device, requires_grad=False
+            cls, shape, dtype=dtype, device=place.packed.device, requires_grad=False
         )
-        parameter.packed = packed
-        parameter.first_column = first_column
-        parameter.place_in_pair = place_in_pair
+        parameter.place = place
         parameter.successor = None
         parameter._unpacked = None
         return parameter
@@ -54,11 +53,15 @@ class PackedParameter(nn.Parameter):
     def __init__(self, *args: Any) -> None:
         """Everything is done in __new__; nn.Parameter's own would take the arguments for its data."""
 
+    @property
+    def packed(self) -> Tensor:
+        return self.place.packed
+
     @classmethod
     def pack(cls, weight: Tensor, dtype: torch.dtype) -> PackedParameter:
         with torch.no_grad():
             packed = torch.ops.xopt.linear_pack(weight.detach(), dtype=dtype)
-        return cls(packed, weight.shape, dtype)
+        return cls(Place(packed, weight.shape[0]), weight.shape, dtype)
 
     def unpack(self) -> Tensor:
         """The logical weight. While a copy is in use, the same one is given out, so that tied weights stay tied."""
@@ -71,19 +74,19 @@ class PackedParameter(nn.Parameter):
 
     def _unpack(self) -> Tensor:
         rows, columns = self.shape
+        packed, features, first_column, in_pair = self.place
         with torch.no_grad():
-            if self.place_in_pair is not None:
-                pair = torch.ops.xopt.linear_unpack_gated(self.packed, rows, columns, self.dtype)
-                return pair[self.place_in_pair]  # type: ignore[no-any-return]
-            packed = self.packed
-            if self.is_packed_alone:
-                return torch.ops.xopt.linear_unpack(packed, rows, columns, self.dtype)  # type: ignore[no-any-return]
-            together = torch.ops.xopt.linear_unpack(packed, packed_rows(packed), columns, self.dtype)
-            return together[self.first_column : self.first_column + rows].clone()  # type: ignore[no-any-return]
+            if in_pair is not None:
+                pair = torch.ops.xopt.linear_unpack_gated(packed, rows, columns, self.dtype)
+                return pair[in_pair]  # type: ignore[no-any-return]
+            together = torch.ops.xopt.linear_unpack(packed, features, columns, self.dtype)
+            if features == rows:
+                return together  # type: ignore[no-any-return]
+            return together[first_column : first_column + rows].clone()  # type: ignore[no-any-return]
 
     @property
     def is_packed_alone(self) -> bool:
-        return self.place_in_pair is None and packed_rows(self.packed) == self.shape[0]
+        return self.place.in_pair is None and self.place.features == self.shape[0]
 
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
@@ -92,20 +95,18 @@ class PackedParameter(nn.Parameter):
         if self.is_packed_alone:
             self.packed.copy_(packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
-            self._move(packed, 0, None)
+            self.place = Place(packed, self.shape[0])
         self._unpacked = None
-
-    def _move(self, packed: Tensor, first_column: int, place_in_pair: int | None) -> None:
-        self.packed, self.first_column, self.place_in_pair = packed, first_column, place_in_pair
 
     # ---- What torch asks of a tensor that wraps others ---------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["packed"], (tuple(self.shape), self.dtype, self.first_column, self.place_in_pair)
+        return ["packed"], (tuple(self.shape), self.dtype, tuple(self.place[1:]))
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Tensor:
-        return PackedParameter(inner["packed"], *context)
+        shape, dtype, place = context
+        return PackedParameter(Place(inner["packed"], *place), shape, dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -114,7 +115,7 @@ class PackedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             source = args[0]
-            return cls(source.packed, source.shape, source.dtype, source.first_column, source.place_in_pair)
+            return cls(source.place, source.shape, source.dtype)
         if not func._schema.is_mutable:
             args, kwargs = tree_map_only(cls, lambda parameter: parameter.unpack(), (args, kwargs))
             return func(*args, **kwargs)
@@ -136,27 +137,19 @@ class PackedParameter(nn.Parameter):
         if id(self) not in memo:
             if id(self.packed) not in memo:
                 memo[id(self.packed)] = self.packed.clone()
-            packed = memo[id(self.packed)]
-            memo[id(self)] = PackedParameter(packed, self.shape, self.dtype, self.first_column, self.place_in_pair)
+            place = self.place._replace(packed=memo[id(self.packed)])
+            memo[id(self)] = PackedParameter(place, self.shape, self.dtype)
         copied: PackedParameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PackedParameter, (self.packed, tuple(self.shape), self.dtype, self.first_column, self.place_in_pair)
+        return PackedParameter, (self.place, tuple(self.shape), self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedParameter({self.unpack()!r})"
 
 
 # ---- Several weights in one ------------------------------------------------------------------------------------------
-
-
-def packed_rows(packed: Tensor) -> int:
-    """The output features in a packed weight: a number of 8 bytes at place 24 of csrc/kernels/packed.h's header."""
-    return int(packed[_FEATURES].view(torch.int64))
-
-
-_FEATURES = slice(24, 32)
 
 
 def pack_as_one(parameters: Sequence[PackedParameter]) -> bool:
@@ -173,7 +166,7 @@ def pack_as_one(parameters: Sequence[PackedParameter]) -> bool:
             packed = torch.ops.xopt.linear_pack(together, dtype=together.dtype)
         first = 0
         for parameter, size in zip(parameters, sizes, strict=True):
-            parameter._move(packed, first, None)
+            parameter.place = Place(packed, sum(sizes), first)
             first += size
         return True
 
@@ -187,22 +180,23 @@ def pack_as_pair(gate: PackedParameter, up: PackedParameter) -> bool:
             return False
         with torch.no_grad():
             packed = torch.ops.xopt.linear_pack_gated(gate.unpack(), up.unpack(), dtype=gate.dtype)
-        gate._move(packed, 0, 0)
-        up._move(packed, 0, 1)
+        gate.place = Place(packed, gate.shape[0], in_pair=0)
+        up.place = Place(packed, up.shape[0], in_pair=1)
         return True
 
 
 def are_one(parameters: Sequence[PackedParameter]) -> bool:
-    packed, first = parameters[0].packed, 0
+    packed, first = parameters[0].place.packed, 0
     for parameter in parameters:
-        if parameter.packed is not packed or parameter.first_column != first or parameter.place_in_pair is not None:
+        place = parameter.place
+        if place.packed is not packed or place.first_column != first or place.in_pair is not None:
             return False
         first += parameter.shape[0]
     return True
 
 
 def are_pair(gate: PackedParameter, up: PackedParameter) -> bool:
-    return gate.packed is up.packed and gate.place_in_pair == 0 and up.place_in_pair == 1
+    return gate.place.packed is up.place.packed and gate.place.in_pair == 0 and up.place.in_pair == 1
 
 
 def _can_move(parameters: Sequence[PackedParameter]) -> bool:
