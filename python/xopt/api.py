@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Arguments of Intel Extension for PyTorch's optimize that ask for nothing that would have to be done here.
 _ACCEPTED = (
     *("conv_bn_folding", "linear_bn_folding", "replace_dropout_with_identity", "optimize_lstm", "concat_linear"),
-    *("split_master_weight_for_bf16", "fuse_update_step", "auto_kernel_selection", "sample_input"),
+    *("split_master_weight_for_bf16", "fuse_update_step", "auto_kernel_selection"),
 )
 _REFUSED = {
     "optimizer": "training is not supported yet",
@@ -43,14 +43,17 @@ def optimize(
     inplace: bool = False,
     level: str = "O1",
     config: Config | None = None,
+    sample_input: Any = None,
     **options: Any,
 ) -> Model:
-    """Returns `model` with its linear layers packed for this CPU and its embeddings in `dtype`.
+    """Returns `model` with its linear layers packed for this CPU, its blocks fused and its embeddings in `dtype`.
 
     dtype: float32, bfloat16 or float16 for the weights of what is optimized; None keeps each weight's own.
     inplace: change `model` itself. Otherwise it is left as it is and a copy is returned, which shares with it what
         the optimization does not touch while it is made, so that the peak stays low.
     level: "O0" changes nothing and only writes the report; "O1" does everything that `config` allows.
+    sample_input: a tensor, a tuple of arguments or a dict of keyword arguments to call the model with once, so that
+        its blocks are fused now. Otherwise each is when it is first called.
     options: the keyword arguments of Intel Extension for PyTorch's `optimize`. `weights_prepack` is a switch of
         `Config`; those that mean nothing here are logged, those that ask for what is not done are errors.
 
@@ -59,6 +62,7 @@ def optimize(
     """
     config = _read_options(options, config or Config())
     _check_arguments(model, dtype, level)
+    sample = _call_arguments(sample_input)
     if not inplace:
         model = _copy(model, dtype, level, config)
     context = Context(dtype)
@@ -69,22 +73,46 @@ def optimize(
     if level == "O0":
         return _finish(model, level, dtype, config, _left(decisions, "level O0"))
     entries = tuple(_carry_out(decision, context) for decision in _with_progress(decisions))
-    notes = []
-    if any(entry.optimized for entry in entries):
+    optimized = any(entry.optimized for entry in entries)
+    if optimized:
         for parameter in filter(_is_initialized, model.parameters()):
             parameter.requires_grad_(False)
-        flows = config.autocast and dtype in (torch.bfloat16, torch.float16) and source_dtype not in (dtype, None)
-        if flows:
-            notes.append(f"Computes under autocast to {_name(dtype)}; takes and returns {_name(source_dtype)}.")
-        if config.fuse_attention and "transformers" in sys.modules:
-            from xopt.integrations import transformers
+    flows = optimized and config.autocast and dtype in (torch.bfloat16, torch.float16)
+    inside = dtype if flows and source_dtype not in (dtype, None) else None
+    _make_blocks(model, config, inside, source_dtype)
+    note = f"Computes under autocast to {_name(inside)}; takes and returns {_name(source_dtype)}."
+    _finish(model, level, dtype, config, entries, (note,) if inside is not None else ())
+    if sample is not None:
+        with torch.no_grad():
+            model(*sample[0], **sample[1])
+    return model
 
-            transformers.adopt(model)
-        for part in list(model.modules()):
-            if part is not model:
-                make_block(part, config)
-        make_root(model, config, dtype if flows else None, source_dtype)
-    return _finish(model, level, dtype, config, entries, tuple(notes))
+
+def _make_blocks(
+    model: nn.Module, config: Config, inside: torch.dtype | None, source_dtype: torch.dtype | None
+) -> None:
+    if config.fuse_attention and "transformers" in sys.modules:
+        from xopt.integrations import transformers
+
+        transformers.adopt(model)
+    for part in list(model.modules()):
+        if part is not model:
+            make_block(part, config)
+    make_root(model, config, inside, source_dtype)
+
+
+def _call_arguments(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if sample_input is None:
+        return None
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, (tuple, list)):
+        return tuple(sample_input), {}
+    if isinstance(sample_input, Mapping):
+        return (), dict(sample_input)
+    raise TypeError(
+        f"optimize: sample_input: expected a tensor, a tuple or a dict of arguments, got {type(sample_input).__name__}"
+    )
 
 
 def _read_options(options: dict[str, Any], config: Config) -> Config:

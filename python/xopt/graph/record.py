@@ -8,13 +8,17 @@ calls of one signature (a branch on a size or on a value, an object that nobody 
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
 
 from xopt.graph.signature import fill, is_tensor, signature
 
@@ -46,6 +50,29 @@ _CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_com
 _FRESH = frozenset({"linear", "matmul", "add", "mul", "sub", "layer_norm", "conv2d", "conv1d", "bmm", "cat"})
 
 
+class _Isinstance(threading.local):
+    """Whether Python's isinstance is what runs in this thread, while `watch` is on."""
+
+    running = 0
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        previous = sys.getprofile()
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(previous)
+            self.running = 0
+
+    def _see(self, frame: Any, event: str, function: Any) -> None:
+        if function is isinstance:
+            self.running += 1 if event == "c_call" else -1
+
+
+_isinstance = _Isinstance()
+
+
 class Symbol:
     """Stands for a tensor, a size, or an object that only `opaque_rules` knows."""
 
@@ -54,9 +81,11 @@ class Symbol:
         self._node = node
         self._example = example
 
-    @property  # type: ignore[misc]  # isinstance asks it
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._example)
+        """The example's class to Python's isinstance, so that a forward takes the branch that it is to take. To torch's
+        native code, which asks in the same way, the truth: it would take the symbol for a tensor's memory."""
+        return type(self._example) if _isinstance.running else Symbol
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,9 +204,30 @@ class _Method:
             return recorder.record("call_method", name, (symbol, *args), kwargs, example)
         if name.endswith("_") and not name.endswith("__"):
             return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
         return recorder.record("call_method", name, (symbol, *args), kwargs, example)
+
+
+class _WeightsToo(TorchFunctionMode):
+    """Records what a forward does to parameters and buffers alone (Gemma's 1 + weight) as steps of its own."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self._recorder
+        if is_symbolic(args, kwargs) or not any(recorder.knows(value) for value in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if name == "__get__":  # a dtype, a shape
+            return function(*args, **kwargs)
+        if name.endswith("_") and not name.endswith("__"):
+            raise CannotRecord("it changes a parameter in place")
+        result = function(*args, **kwargs)
+        return recorder.call(function, *args, **kwargs) if isinstance(result, torch.Tensor) else result
 
 
 def _symbols(value: Any) -> Any:
@@ -220,15 +270,18 @@ class Recorder:
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("inplace") is True:
             return self.in_place(function, *args, **{**kwargs, "inplace": False})
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             example = function(*self.examples(args), **self.examples(kwargs))
+        name = getattr(function, "__name__", "")
+        if getattr(torch.Tensor, name, None) is function:  # also where a parameter stands left of the operator
+            return self.record("call_method", name, args, kwargs, example)
         return self.record("call_function", function, args, kwargs, example)
 
     def call_module(self, module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A function of a module of ours and of more arguments, as one step."""
         if id(module) not in self._paths:
             raise CannotRecord(f"it calls a {type(module).__name__} that is no part of it")
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             example = function(module, *self.examples(args), **self.examples(kwargs))
         return self.record("call_function", function, (module, *args), kwargs, example)
 
@@ -256,6 +309,10 @@ class Recorder:
 
     def examples(self, value: Any) -> Any:
         return _map(value, lambda item: item._example if type(item) is Symbol else item)
+
+    def knows(self, value: Any) -> bool:
+        """Whether this is a parameter or a buffer of the block."""
+        return id(value) in self._tensors
 
     # ---- Between symbols and nodes -----------------------------------------------------------------------------------
 
@@ -346,7 +403,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         symbols.append(Symbol(recorder, node, example))
     attributes = {id(module): dict(module.__dict__) for module in root.modules()}
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _isinstance.watch(), _WeightsToo(recorder):
             result = forward(root, *fill(args, symbols), **fill(kwargs, symbols))
     finally:
         changed = [module for module in root.modules() if _restore(module, attributes.get(id(module)))]

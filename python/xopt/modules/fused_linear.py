@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch.fx import Graph, Node
 
 from xopt.modules.activation import activation_of
@@ -20,6 +21,8 @@ from xopt.modules.pattern import (
     shape_of,
     used_only_for,
 )
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearActivation(Pattern):
@@ -72,10 +75,10 @@ def _is_open(node: Any) -> bool:
 
 
 def _is_alike(node: Node, source: Node, other: Any) -> bool:
-    """Whether the operands have the result's shape, and the residual its dtype: a product in bf16 that is added to
-    fp32 need not be rounded before. The shapes are those of the recorded call: `linear` looks again in each."""
+    """Whether both operands have the result's shape, which is that of the recorded call: `linear` looks again in each.
+    Their dtypes may differ: a product in bf16 that is added to fp32 need not be rounded before."""
     return (
         isinstance(other, Node)
         and shape_of(other) == shape_of(node) == shape_of(source) != ()
-        and dtype_of(other) == dtype_of(node)
+        and dtype_of(other) in _FLOATING
     )

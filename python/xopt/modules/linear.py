@@ -152,6 +152,11 @@ def _label(kwargs: dict[str, Any]) -> str:
     return "+".join(["linear", *fused]) if fused else ""
 
 
+def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedLinear) -> bool:
+    """Whether a tensor has the shape of a product, which it had when the graph was recorded."""
+    return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == module.out_features
+
+
 @step(_label)
 def linear(
     module: PackedLinear,
@@ -167,7 +172,7 @@ def linear(
 ) -> torch.Tensor:
     """The step of a recorded graph that calls the module; patterns hand it what follows."""
     place = place_of(module._parameters["weight"])
-    if place is None or (other is not None and other.shape[:-1] != input.shape[:-1]):
+    if place is None or (other is not None and not is_output_like(other, input, module)):
         result: torch.Tensor = module(input)
         if activation_last and other is not None:
             result = ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)

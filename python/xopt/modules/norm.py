@@ -13,7 +13,7 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
 from xopt.modules.gated_linear import gated_linear
-from xopt.modules.linear import PackedLinear, linear, place_of
+from xopt.modules.linear import PackedLinear, is_output_like, linear, place_of
 from xopt.modules.merged_linear import merged_linear
 from xopt.modules.pattern import (
     ADD,
@@ -236,7 +236,7 @@ def linear_norm(
 ) -> tuple[Tensor, Tensor]:
     place = place_of(module._parameters["weight"])
     alone = place is not None and place.features == module.out_features
-    if place is None or not alone or residual.shape[:-1] != input.shape[:-1]:
+    if place is None or not alone or not is_output_like(residual, input, module):
         total = linear(module, input, binary="add", other=residual, out_dtype=sum_dtype or torch.float32)
         if norm == "layer_norm":
             return layer_norm(total, norm_weight, norm_bias, eps=eps, out_dtype=out_dtype), total

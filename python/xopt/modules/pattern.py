@@ -89,8 +89,8 @@ def without_casts(node: Any) -> Any:
     return node
 
 
-ADD = (operator.add, torch.add, "add", torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
-MULTIPLY = (operator.mul, torch.mul, "mul", torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
+ADD = (operator.add, torch.add, "add", "__add__", "__radd__")
+MULTIPLY = (operator.mul, torch.mul, "mul", "__mul__", "__rmul__")
 
 
 def operands(node: Any, targets: tuple[Any, ...]) -> tuple[Any, Any] | None:

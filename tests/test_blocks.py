@@ -1,0 +1,467 @@
+"""Blocks: what is fused, that it computes the same, and that whatever cannot be fused for all calls is left alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import xopt
+
+torch.manual_seed(0)
+X = torch.randn(2, 5, 64)
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor] = functional.gelu) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.activation = activation
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(self.up(x))
+        return self.down(y if self.scale == 1 else y * self.scale)  # type: ignore[no-any-return]
+
+
+class PreNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.dropout = nn.LayerNorm(64), Mlp(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.mlp(self.norm(x)))  # type: ignore[no-any-return]
+
+
+class PostNorm(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.dropout(self.mlp(x)) + x)  # type: ignore[no-any-return]
+
+
+class WrittenOutRmsNorm(nn.Module):
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64) + 0.5)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (normed * (self.weight + self.offset)).type_as(x) if self.offset else self.weight * normed.to(x.dtype)
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
+        super().__init__()
+        self.norm = WrittenOutRmsNorm()
+        self.gate, self.up, self.down = (nn.Linear(64, 96, bias=False) for _ in range(3))
+        self.down = nn.Linear(96, 64)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.down(self.activation(self.gate(y)) * self.up(y)) + x  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(64, 64) for _ in range(4))
+        self.causal = causal
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (layer(x).view(batch, length, 4, 16).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, 64))  # type: ignore[no-any-return]
+
+
+def gelu_of_gpt2(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "activation": (Mlp, ["linear+gelu_erf"]),
+    "relu": (lambda: Mlp(torch.relu), ["linear+relu"]),
+    "method": (lambda: Mlp(lambda x: x.sigmoid()), ["linear+sigmoid"]),
+    "in place": (lambda: Mlp(lambda x: functional.silu(x, inplace=True)), ["linear+silu"]),
+    "gelu written out": (lambda: Mlp(gelu_of_gpt2), ["linear+gelu_tanh"]),
+    "modules": (lambda: nn.Sequential(nn.Linear(64, 96), nn.Hardswish(), nn.Linear(96, 64)), ["linear+hardswish"]),
+    "pre-norm": (PreNorm, ["layer_norm", "linear+gelu_erf", "linear+add"]),
+    "post-norm": (PostNorm, ["linear+gelu_erf", "linear+add+layer_norm"]),
+    "gated": (Gated, ["rms_norm", "gated linear (silu)", "linear+add"]),
+    "gated, written out": (lambda: Gated(gelu_of_gpt2), ["rms_norm", "gated linear (gelu_tanh)", "linear+add"]),
+    "rms_norm": (WrittenOutRmsNorm, ["rms_norm"]),
+    "rms_norm with offset": (lambda: WrittenOutRmsNorm(1.0), ["rms_norm"]),
+    "attention": (Attention, ["merged linear", "attention"]),
+    "causal attention": (lambda: Attention(True), ["merged linear", "attention"]),
+}
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_is_fused_and_as_exact_as_torch(name: str) -> None:
+    source = FUSED[name][0]().eval()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        optimized = xopt.optimize(nn.Sequential(source).eval(), dtype=dtype, config=xopt.Config(autocast=False))
+        inner: Any = optimized[0]
+        with torch.no_grad():
+            for x in (X.to(dtype), X[:1].to(dtype), torch.randn(3, 9, 64).to(dtype)):
+                result = inner(x)
+                exact = copy.deepcopy(source).double()(x.double())
+                theirs = copy.deepcopy(source).to(dtype)(x)
+                allowed = 1.2 * relative_error(theirs, exact) + 1e-6  # few values, so chance has a say
+                assert relative_error(result, exact) <= allowed, f"{name} {dtype}"
+        (report,) = (fusion for fusion in xopt.report(optimized).fusions if fusion.path == "0")
+        assert list(report.fused) == FUSED[name][1]
+
+
+def test_fusion_counts_of_kernel_calls() -> None:
+    optimized = xopt.optimize(Attention().eval(), dtype=torch.float32)
+    with torch.no_grad():
+        optimized(X)
+        before = calls()
+        optimized(X)
+    after = calls()
+    assert {name: after[name] - before.get(name, 0) for name in ("gemm", "attention")} == {"gemm": 2, "attention": 1}
+
+
+def calls() -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for record in xopt.kernels():
+        counts[record.name] = counts.get(record.name, 0) + record.calls
+    return counts
+
+
+def test_sample_input_fuses_at_once() -> None:
+    model = xopt.optimize(PreNorm().eval(), dtype=torch.float32, sample_input=X)
+    assert xopt.report(model).fusions[0].fused == ("layer_norm", "linear+gelu_erf", "linear+add")
+    assert "linear+add" in str(xopt.report(model))
+    with pytest.raises(TypeError, match="sample_input"):
+        xopt.optimize(PreNorm().eval(), sample_input=3)
+
+
+def test_switches() -> None:
+    for switch, gone in (
+        ("fuse_linear", "linear+add"),
+        ("fuse_norm", "rms_norm"),
+        ("fuse_gated_linear", "gated linear (silu)"),
+    ):
+        config = xopt.Config(**{switch: False})
+        model = xopt.optimize(Gated().eval(), dtype=torch.float32, config=config, sample_input=X)
+        assert gone not in xopt.report(model).fusions[0].fused
+    for switch, gone in (("fuse_attention", "attention"), ("concat_linear", "merged linear")):
+        config = xopt.Config(**{switch: False})
+        attention = xopt.optimize(Attention().eval(), dtype=torch.float32, config=config, sample_input=X)
+        assert gone not in xopt.report(attention).fusions[0].fused
+
+
+# ---- Forwards that are no fixed sequence of steps ------------------------------------------------------------------
+
+
+class BranchOnSize(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.shape[1] > 5 else x * 2)
+
+
+class BranchOnValue(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class ItemOfValue(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * float(x.amax().item()))
+
+
+class Counter(Mlp):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class LoopOverRows(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([Mlp.forward(self, row) for row in x])
+
+
+class ChangesItsInput(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return super().forward(x)
+
+
+class KeepsAnAlias(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        alias = y.view(-1)
+        y += 1
+        return self.down(y) + alias.sum()  # type: ignore[no-any-return]
+
+
+class ConstantInside(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.full((1,), float(x.shape[0])))
+
+
+class WritesToAPart(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y[..., 0] = 7
+        return self.down(y)  # type: ignore[no-any-return]
+
+
+class UsesNumpy(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.from_numpy(x.numpy() * 2))
+
+
+UNFIXED = [
+    *(BranchOnSize, BranchOnValue, ItemOfValue, Counter, LoopOverRows),
+    *(ChangesItsInput, KeepsAnAlias, ConstantInside, WritesToAPart, UsesNumpy),
+]
+
+
+@pytest.mark.parametrize("kind", UNFIXED)
+def test_what_is_no_fixed_sequence_runs_its_own_forward(kind: type[nn.Module]) -> None:
+    source = nn.Sequential(kind()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    source = copy.deepcopy(source)
+    with torch.no_grad():
+        for x in (X, X[:, :3], -X, X[:1], torch.randn(4, 8, 64)):
+            given, kept = x.clone(), x.clone()
+            torch.testing.assert_close(optimized(given), source(kept))
+            assert torch.equal(given, kept)
+    assert all(not fusion.fused for fusion in xopt.report(optimized).fusions if fusion.path == "0")
+
+
+class Options(Mlp):
+    def forward(
+        self, x: Tensor, *more: Tensor, twice: bool = False, named: dict[str, Tensor] | None = None, **rest: Any
+    ) -> Any:
+        y = super().forward(x)
+        for other in more:
+            y = y + other
+        y = y * 2 if twice else y
+        y = y if named is None else y - named["offset"]
+        return {"y": y, "rest": (rest.get("flag"), [y])}
+
+
+def test_arguments_of_all_kinds() -> None:
+    source = Options().eval()
+    optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)[0]
+    with torch.no_grad():
+        for args, kwargs in (
+            ((X,), {}),
+            ((X, X), {}),
+            ((X,), {"twice": True}),
+            ((X,), {"twice": False, "flag": 3}),
+            ((X, X), {"named": {"offset": X}, "flag": "a"}),
+        ):
+            result, expected = optimized(*args, **kwargs), source(*args, **kwargs)
+            torch.testing.assert_close(result["y"], expected["y"])
+            assert result["rest"][0] == expected["rest"][0]
+            torch.testing.assert_close(result["rest"][1][0], expected["rest"][1][0])
+
+
+def test_what_was_of_one_shape_may_be_broadcast_later() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.norm(self.linear(x) + y) + self.norm(x + y)  # type: ignore[no-any-return]
+
+    source = nn.Sequential(Adds()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for x, y in ((X, X), (X, X[:1]), (X[:1], X), (X, X[:, :1]), (X, X[..., :1])):
+            torch.testing.assert_close(optimized[0](x, y), source[0](x, y))
+
+
+# ---- What changes after the recording --------------------------------------------------------------------------------
+
+
+def set_attribute(model: Any) -> None:
+    model[0].mlp.scale = 3.0
+
+
+def exchange_child(model: Any) -> None:
+    torch.manual_seed(5)
+    model[0].mlp = nn.Linear(64, 64)
+
+
+def exchange_weight(model: Any) -> None:
+    torch.manual_seed(5)
+    model[0].mlp.up.weight = nn.Parameter(torch.randn(96, 64))
+
+
+def write_to_weight(model: Any) -> None:
+    with torch.no_grad():
+        model[0].mlp.up.weight.mul_(2)
+
+
+def hook(model: Any) -> None:
+    model[0].mlp.up.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def pre_hook(model: Any) -> None:
+    model[0].norm.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def replace_forward(model: Any) -> None:
+    model[0].mlp.forward = lambda x: x * 3
+
+
+def load_other(model: Any) -> None:
+    torch.manual_seed(7)
+    model.load_state_dict(nn.Sequential(PreNorm()).state_dict())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [set_attribute, exchange_child, exchange_weight, write_to_weight, hook, pre_hook, replace_forward, load_other],
+)
+def test_changes_are_seen(change: Callable[[Any], None]) -> None:
+    source = nn.Sequential(PreNorm()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)
+    source = copy.deepcopy(source)
+    with torch.no_grad():
+        for model in (source, optimized):
+            model(X)
+            change(model)
+            model.eval()
+        for _ in range(3):
+            torch.testing.assert_close(optimized(X), source(X), rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_that_leaves_lets_the_program_come_back() -> None:
+    optimized: Any = xopt.optimize(nn.Sequential(PreNorm()).eval(), dtype=torch.float32, sample_input=X)
+    seen: list[Tensor] = []
+    handle = optimized[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        expected = optimized(X)
+        handle.remove()
+        before = calls()
+        torch.testing.assert_close(optimized(X), expected)
+    assert len(seen) == 1
+    assert calls()["norm"] - before["norm"] == 1
+    assert calls()["gemm"] - before["gemm"] == 2
+
+
+def test_containers_of_numbers_are_looked_at() -> None:
+    class Scaled(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = {"all": 2.0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factors["all"]
+
+    optimized: Any = xopt.optimize(nn.Sequential(Scaled()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        first = optimized(X)
+        optimized[0].factors["all"] = 4.0
+        torch.testing.assert_close(optimized(X), 2 * first)
+
+
+def test_gradients_with_respect_to_inputs() -> None:
+    for name in ("pre-norm", "post-norm", "gated", "attention"):
+        source = FUSED[name][0]().eval()
+        optimized = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32, sample_input=X)
+        x = X.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(source(x).square().sum(), x)
+        (result,) = torch.autograd.grad(optimized(x).square().sum(), x)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gated", "attention", "post-norm"])
+def test_copies_and_keys_after_weights_were_packed_together(name: str) -> None:
+    source = nn.Sequential(FUSED[name][0]()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)
+    for key, value in source.state_dict().items():
+        torch.testing.assert_close(optimized.state_dict()[key], value, rtol=0, atol=0)
+    with torch.no_grad():
+        expected = optimized(X)
+        file = io.BytesIO()
+        torch.save(optimized, file)
+        file.seek(0)
+        for other in (copy.deepcopy(optimized), torch.load(file, weights_only=False)):
+            torch.testing.assert_close(other(X), expected)
+            torch.testing.assert_close(other(X), expected)
+        torch.testing.assert_close(torch.compile(optimized, backend="eager", fullgraph=True)(X), expected)
+
+
+def packed_bytes(model: nn.Module) -> int:
+    packed = {id(p.packed): p.packed.nbytes for p in model.parameters() if hasattr(p, "packed")}
+    return sum(packed.values())
+
+
+@pytest.mark.parametrize("name", ["gated", "attention"])
+def test_weights_packed_together_are_held_once(name: str) -> None:
+    source = nn.Sequential(FUSED[name][0]()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    before = packed_bytes(optimized)
+    with torch.no_grad():
+        optimized(X)
+    assert packed_bytes(optimized) <= before
+
+
+def test_a_dropped_model_is_gone_at_once() -> None:
+    optimized = xopt.optimize(nn.Sequential(PreNorm()).eval(), dtype=torch.bfloat16, sample_input=X)
+    alive = weakref.ref(optimized)
+    gc.disable()
+    try:
+        del optimized
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_that_come_first_together() -> None:
+    source = nn.Sequential(Gated(), Attention()).eval()
+    for _ in range(5):
+        optimized = xopt.optimize(source, dtype=torch.float32)
+
+        def call(_: int, model: nn.Module = optimized) -> Tensor:
+            with torch.no_grad():
+                return model(X)  # type: ignore[no-any-return]
+
+        with ThreadPoolExecutor(6) as pool, torch.no_grad():
+            expected = source(X)
+            for result in pool.map(call, range(12)):
+                torch.testing.assert_close(result, expected)
+
+
+def test_a_tied_weight_is_not_packed_with_two_others() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
+            self.c.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x) + self.c(x.flip(-1))  # type: ignore[no-any-return]
+
+    source = nn.Sequential(Tied(), Tied()).eval()
+    source[1].a.weight = source[0].b.weight  # type: ignore[union-attr]
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(optimized(X), source(X), rtol=1e-4, atol=1e-4)
