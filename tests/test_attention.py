@@ -196,7 +196,7 @@ def test_bands(dtype: str) -> None:
         )
         for group in (1, 3)
         for queries, keys in ((1, 700), (5, 600), (300, 300), (50, 530))
-        for offset in (0, keys - queries, 255, 256, -20, -1000, 10_000)
+        for offset in (0, keys - queries, 255, 256, 384, -20, -1000, 10_000)
         for window in (0, 1, 100, 256, 10_000)
     )
 

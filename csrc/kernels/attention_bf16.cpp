@@ -15,9 +15,9 @@ void attention_bf16(const AttentionCall& call) {
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
   attention_with<DotBlock<DotBf16>, Bf16>(call, DType::bf16);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
-  attention_with<FmaBlock<WeightBf16>, Bf16>(call, DType::bf16);
+  attention_with<FmaBlock<WeightF32>, Bf16>(call, DType::bf16);
 #else
-  attention_with<ScalarBlock<Bf16, float, float, Bf16>, Bf16>(call, DType::bf16);
+  attention_with<ScalarBlock<float, float, float, float>, Bf16>(call, DType::bf16);
 #endif
 }
 

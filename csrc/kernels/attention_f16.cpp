@@ -10,9 +10,9 @@ namespace {
 
 void attention_f16(const AttentionCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX2
-  attention_with<FmaBlock<WeightF16>, F16>(call, DType::f16);
+  attention_with<FmaBlock<WeightF32>, F16>(call, DType::f16);
 #else
-  attention_with<ScalarBlock<F16, float, float, F16>, F16>(call, DType::f16);
+  attention_with<ScalarBlock<float, float, float, float>, F16>(call, DType::f16);
 #endif
 }
 

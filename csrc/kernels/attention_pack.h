@@ -2,7 +2,8 @@
 //
 // For the scores a key is a column whose depth runs along k: tiles are 16 x 16 transposes of 4-byte units. For the
 // product with the probabilities a key is a k and value columns are columns: rows of tiles are copied, or for 16-bit
-// types interleaved two by two. Padding is zero.
+// panels interleaved two by two. Padding is zero. A block that multiplies fp32 gets panels of fp32, whatever the
+// tensors are: a value is converted once here, not by every row block.
 #pragma once
 
 #include <emmintrin.h>
@@ -33,59 +34,102 @@ XOPT_INLINE void transpose_tile(const uint8_t* from, int64_t stride, uint8_t* to
   }
 }
 
-// `row_bytes`: from one key to the next; `depth_bytes` of it belong to the key.
-inline void pack_keys(const uint8_t* keys, int64_t row_bytes, int64_t count, int64_t depth_bytes, uint8_t* panels) {
-  for (int64_t key = 0; key < round_up(count, kPanelColumns); key += kTileColumns) {
-    const int64_t k_tiles = (depth_bytes + 63) / 64;
+// A row of a head as the elements To of a panel: `count` of them, at most 64 bytes.
+template <class To, class T>
+XOPT_INLINE void convert_row(const T* from, int64_t count, To* to) {
+  if constexpr (sizeof(T) == sizeof(To)) {
+    copy_bytes(from, count * static_cast<int64_t>(sizeof(T)), to);
+  } else {
+    convert_run<float>(from, count, to);
+  }
+}
+
+// Rows of keys or values, `row_stride` elements apart.
+template <class T>
+struct HeadRows {
+  const T* data;
+  int64_t row_stride, count, columns;
+};
+
+// Rows from `first` to `last` into L2, long before they are packed: at a distance of a whole projection they are on
+// pages of their own, where the hardware fetches nothing ahead.
+template <class T>
+XOPT_INLINE void prefetch_rows(const HeadRows<T>& rows, int64_t first, int64_t last) {
+  const auto bytes = rows.columns * static_cast<int64_t>(sizeof(T));
+  for (int64_t row = first; row < last; ++row) {
+    const auto* from = reinterpret_cast<const uint8_t*>(rows.data + row * rows.row_stride);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+  }
+}
+
+template <class To, class T>
+void pack_keys(const HeadRows<T>& keys, uint8_t* panels) {
+  constexpr int64_t k_tile = 64 / static_cast<int64_t>(sizeof(To));
+  const int64_t k_tiles = (keys.columns + k_tile - 1) / k_tile;
+  for (int64_t key = 0; key < round_up(keys.count, kTileColumns); key += kTileColumns) {
     uint8_t* to = panels + (key / kPanelColumns * k_tiles * 2 + key % kPanelColumns / kTileColumns) * kTileBytes;
-    const int64_t rows = minimum(kTileColumns, count - key);
-    for (int64_t k = 0; k < k_tiles; ++k, to += 2 * kTileBytes) {
-      const int64_t bytes = minimum<int64_t>(64, depth_bytes - k * 64);
-      const uint8_t* from = keys + key * row_bytes + k * 64;
-      if (rows == kTileColumns && bytes == 64) {
-        transpose_tile(from, row_bytes, to);
+    const int64_t rows = minimum(kTileColumns, keys.count - key);
+    for (int64_t k = 0; k < keys.columns; k += k_tile, to += 2 * kTileBytes) {
+      const int64_t count = minimum(k_tile, keys.columns - k);
+      const T* from = keys.data + key * keys.row_stride + k;
+      if (sizeof(T) == sizeof(To) && rows == kTileColumns && count == k_tile) {
+        transpose_tile(reinterpret_cast<const uint8_t*>(from), keys.row_stride * static_cast<int64_t>(sizeof(T)), to);
         continue;
       }
-      alignas(64) uint8_t staged[kTileBytes] = {};
-      for (int64_t row = 0; row < rows; ++row) copy_bytes(from + row * row_bytes, bytes, staged + row * 64);
-      transpose_tile(staged, 64, to);
+      alignas(64) To staged[kTileColumns * k_tile];
+      if (rows < kTileColumns || count < k_tile) __builtin_memset(staged, 0, sizeof(staged));
+      for (int64_t row = 0; row < rows; ++row) convert_row(from + row * keys.row_stride, count, staged + row * k_tile);
+      transpose_tile(reinterpret_cast<const uint8_t*>(staged), 64, to);
     }
   }
 }
 
-// The rows of a tile that one key (of 4 bytes a value) or two make: 16 columns of each.
-XOPT_INLINE void pack_value_row(const uint8_t* first, const uint8_t* second, int64_t size, uint8_t* to) {
-  if (size == 4) return copy_bytes(first, 64, to);
+// A row of a tile of 16-bit values: 16 columns of two keys, interleaved.
+XOPT_INLINE void interleave(const void* first, const void* second, uint8_t* to) {
   for (int64_t half = 0; half < 2; ++half) {
-    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(first + half * 16));
-    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(second + half * 16));
+    const __m128i a = _mm_loadu_si128(static_cast<const __m128i*>(first) + half);
+    const __m128i b = _mm_loadu_si128(static_cast<const __m128i*>(second) + half);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + half * 32), _mm_unpacklo_epi16(a, b));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + half * 32 + 16), _mm_unpackhi_epi16(a, b));
   }
 }
 
-// `size`: bytes of a value; `panel_bytes`: from one panel to the next.
-inline void pack_values(const uint8_t* values, int64_t row_bytes, int64_t count, int64_t columns, int64_t size,
-                        int64_t panel_bytes, uint8_t* panels) {
-  const int64_t group = 4 / size;
-  const int64_t padded = round_up(count, kTileRows * group);
-  for (int64_t column = 0; column < round_up(columns, kPanelColumns); column += kTileColumns) {
-    const int64_t half = column % kPanelColumns / kTileColumns;
-    uint8_t* to = panels + column / kPanelColumns * panel_bytes + half * kTileBytes;
-    const int64_t bytes = maximum<int64_t>(0, minimum(kTileColumns, columns - column)) * size;
-    for (int64_t key = 0; key < padded; key += group) {
-      const int64_t row = key / group;
-      uint8_t* target = to + row / kTileRows * 2 * kTileBytes + row % kTileRows * 64;
-      const uint8_t* from = values + key * row_bytes + column * size;
-      if (bytes == kTileColumns * size && key + group <= count) {
-        pack_value_row(from, from + (group - 1) * row_bytes, size, target);
-        continue;
+// The row of a tile that begins at (key, column), of one key (fp32 panels) or two.
+template <class To, class T>
+XOPT_INLINE void pack_value_row(const HeadRows<T>& values, int64_t key, int64_t column, uint8_t* to) {
+  constexpr int64_t group = 4 / static_cast<int64_t>(sizeof(To));
+  const T* from = values.data + key * values.row_stride + column;
+  const int64_t count = minimum(kTileColumns, values.columns - column);
+  const int64_t rows = maximum<int64_t>(0, minimum(group, values.count - key));
+  if (count == kTileColumns && rows == group) {
+    if constexpr (group == 1) return convert_row(from, kTileColumns, reinterpret_cast<To*>(to));
+    if constexpr (group == 2) return interleave(from, from + values.row_stride, to);
+  }
+  alignas(64) To staged[2 * kTileColumns] = {};
+  for (int64_t row = 0; row < rows; ++row) {
+    convert_row(from + row * values.row_stride, count, staged + row * kTileColumns);
+  }
+  if constexpr (group == 1) return copy_bytes(staged, 64, to);
+  interleave(staged, staged + kTileColumns, to);
+}
+
+// `panel_bytes`: from one panel to the next.
+template <class To, class T>
+void pack_values(const HeadRows<T>& values, int64_t panel_bytes, uint8_t* panels) {
+  constexpr int64_t group = 4 / static_cast<int64_t>(sizeof(To));
+  const int64_t padded = round_up(values.count, kTileRows * group);
+  for (int64_t key = 0; key < padded; key += group) {
+    const int64_t row = key / group;
+    uint8_t* tile_row = panels + row / kTileRows * 2 * kTileBytes + row % kTileRows * 64;
+    // The second half of a panel may be all padding; blocks of whole panels read it none the less.
+    for (int64_t column = 0; column < round_up(values.columns, kPanelColumns); column += kTileColumns) {
+      uint8_t* to =
+          tile_row + column / kPanelColumns * panel_bytes + column % kPanelColumns / kTileColumns * kTileBytes;
+      if (column < values.columns) {
+        pack_value_row<To>(values, key, column, to);
+      } else {
+        __builtin_memset(to, 0, 64);
       }
-      alignas(64) uint8_t staged[2][64] = {};
-      for (int64_t i = 0; i < group && bytes > 0 && key + i < count; ++i) {
-        copy_bytes(from + i * row_bytes, bytes, staged[i]);
-      }
-      pack_value_row(staged[0], staged[group - 1], size, target);
     }
   }
 }

@@ -8,12 +8,11 @@
 
 namespace xopt::XOPT_ISA {
 
-inline constexpr int64_t kKeyBlock = 256;  // keys between two looks at the maximum; their scores stay in L1
+// Keys between two looks at the maximum. More make fewer of them; AMX's 32 rows of scores fill L1 at 384.
+inline constexpr int64_t kKeyBlock = XOPT_LEVEL >= XOPT_LEVEL_AMX ? 256 : 384;
 inline constexpr float kInfinity = __builtin_inff();
 
-alignas(64) inline constexpr float kColumnNumbers[kPanelColumns] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
-                                                                    11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-                                                                    22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+alignas(64) inline constexpr float kColumnNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Which keys a query sees, whatever the mask says: [begin, end).
 struct KeyRange {
@@ -76,76 +75,121 @@ class MaskRow {
   alignas(64) float bias_[kKeyBlock];
 };
 
-// A row of scores: panels of 32, `panel_stride` apart.
-struct ScoreRow {
-  float* scores;
-  int64_t panel_stride, panels;
-  KeyRange seen;      // columns; the others count as -inf
-  const float* bias;  // panels * 32 values, or nullptr
+// Of the keys so far. The largest score is -inf, and the sum 0, as long as a row saw none.
+template <int64_t N>  // rows, a multiple of kWidth
+struct SoftmaxState {
+  alignas(64) float largest[N], sum[N];
+
+  void clear() {
+    for (int64_t row = 0; row < N; ++row) {
+      largest[row] = -kInfinity;
+      sum[row] = 0;
+    }
+  }
 };
 
-// Of the keys so far. The largest score is -inf, and the sum 0, as long as none was seen.
-struct SoftmaxState {
-  float largest, sum;
+// Scores of rows with a block of keys, in panels of 32 columns. Those beyond `columns` are nobody's.
+struct ScoreBlock {
+  float* scores;
+  int64_t row_stride, panel_stride, rows, columns;
+
+  // Calls step(scores, column) for each vector of a row.
+  template <class Step>
+  XOPT_INLINE void for_vectors(int64_t row, const Step& step) const {
+    float* panel = scores + row * row_stride;
+    for (int64_t column = 0; column < columns; column += kPanelColumns, panel += panel_stride) {
+      const int64_t count = minimum(kPanelColumns, columns - column);
+      for (int64_t i = 0; i < count; i += kWidth) step(panel + i, column + i);
+    }
+  }
 };
+
+// e^x for x of at most 0, and NaN; 0 below 2^-125. A dozen instructions: t = x log2 e is a whole number and a rest
+// within a half, of which 2^rest is a polynomial (relative error 1.6e-7).
+XOPT_INLINE F exp_of_negative(F x) {
+  const F least = set1(-125.0F), t = mul(x, set1(1.44269504F));
+  const F inside = max(least, t), n = round_even(inside), rest = sub(inside, n);
+  F p = set1(1.326472731e-3F);
+  p = fma(p, rest, set1(9.671512991e-3F));
+  p = fma(p, rest, set1(5.550733581e-2F));
+  p = fma(p, rest, set1(2.402224243e-1F));
+  p = fma(p, rest, set1(6.931470037e-1F));
+  p = fma(p, rest, set1(1.0F));
+  return select_less(t, least, set1(0.0F), scale_exponent(p, n));
+}
 
 XOPT_INLINE float largest_of(F x) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+  return _mm512_reduce_max_ps(x);
+#else
   alignas(64) float lanes[kWidth];
   store(lanes, x);
   for (int64_t half = kWidth / 2; half > 0; half /= 2) {
     for (int64_t i = 0; i < half; ++i) lanes[i] = maximum(lanes[i], lanes[i + half]);
   }
   return lanes[0];
+#endif
 }
 
-XOPT_INLINE float exp_of(float x) {
-  float lanes[kWidth];
-  store(lanes, exp(set1(x)));
-  return lanes[0];
-}
-
+// Scales and masks a row and returns its largest score. `seen`: columns, the others count as -inf.
 template <bool Cut>
-float finish_scores(const ScoreRow& row, float scale) {
+float finish_scores(const ScoreBlock& block, int64_t row, KeyRange seen, const float* bias, float scale) {
   const F nothing = set1(-kInfinity), factor = set1(scale);
-  const F first = set1(static_cast<float>(row.seen.begin)), last = set1(static_cast<float>(row.seen.end - 1));
+  const F first = set1(static_cast<float>(seen.begin)), last = set1(static_cast<float>(seen.end - 1));
   F largest = nothing;
-  for (int64_t panel = 0; panel < row.panels; ++panel) {
-    float* scores = row.scores + panel * row.panel_stride;
-    for (int64_t i = 0; i < kPanelColumns; i += kWidth) {
-      F s = mul(load(scores + i), factor);
-      if (row.bias != nullptr) s = add(s, load(row.bias + panel * kPanelColumns + i));
-      if constexpr (Cut) {
-        const F column = add(load(kColumnNumbers + i), set1(static_cast<float>(panel * kPanelColumns)));
-        s = select_less(column, first, nothing, s);
-        s = select_less(last, column, nothing, s);
-      }
-      store(scores + i, s);
-      largest = max(s, largest);  // passes over NaN, which the exponentials bring into the sum
+  block.for_vectors(row, [&](float* scores, int64_t column) {
+    F s = mul(load(scores), factor);
+    if (bias != nullptr) s = add(s, load(bias + column));
+    if constexpr (Cut) {
+      const F number = add(load(kColumnNumbers), set1(static_cast<float>(column)));
+      s = select_less(number, first, nothing, s);
+      s = select_less(last, number, nothing, s);
     }
-  }
+    store(scores, s);
+    largest = max(s, largest);  // passes over NaN, which the exponentials bring into the sum
+  });
   return largest_of(largest);
 }
 
-// Writes exp(score - largest) into `to` (panels * 32 values) and returns what sums made before have to be multiplied by.
-template <class To>
-float softmax_step(const ScoreRow& row, float scale, SoftmaxState* state, To* to) {
-  const bool cut = row.seen.begin > 0 || row.seen.end < row.panels * kPanelColumns;
-  const float found = cut ? finish_scores<true>(row, scale) : finish_scores<false>(row, scale);
-  const float largest = maximum(state->largest, found);
-  const float reference = largest == -kInfinity ? 0.0F : largest;  // -inf minus -inf would be NaN
-  const float factor = state->largest == reference ? 1.0F : exp_of(state->largest - reference);
-  F sum = set1(0.0F);
-  for (int64_t panel = 0; panel < row.panels; ++panel) {
-    const float* scores = row.scores + panel * row.panel_stride;
-    for (int64_t i = 0; i < kPanelColumns; i += kWidth) {
-      const F p = exp(sub(load(scores + i), set1(reference)));
-      sum = add(sum, p);
-      store(to + panel * kPanelColumns + i, p);
-    }
+// Takes what the rows found for their largest so far. `references`: what is subtracted from their scores; `factors`:
+// what sums made before have to be multiplied by.
+template <int64_t N>
+void update_largest(SoftmaxState<N>* state, const float* found, float* references, float* factors) {
+  const F nothing = set1(-kInfinity), zero = set1(0.0F), one = set1(1.0F);
+  for (int64_t row = 0; row < N; row += kWidth) {
+    const F before = load(state->largest + row), largest = max(before, load(found + row));
+    const F reference = select_less(nothing, largest, largest, zero);  // -inf minus -inf would be NaN
+    store(state->largest + row, largest);
+    store(references + row, reference);
+    store(factors + row, select_less(before, reference, exp_of_negative(sub(before, reference)), one));
   }
-  state->largest = largest;
-  state->sum = state->sum * factor + reduce_add(sum);
-  return factor;
+}
+
+// Writes exp(score - largest) into `to` (rows `to_stride` apart, zeros up to `padded` columns). All rows are masked
+// first and exponentiated then: row by row, each would wait for its own maximum.
+template <int64_t N, class Seen, class Bias, class To>
+void softmax_step(const ScoreBlock& block, float scale, const Seen& seen, const Bias& bias, SoftmaxState<N>* state,
+                  float* factors, To* to, int64_t to_stride, int64_t padded) {
+  alignas(64) float found[N], references[N];
+  for (int64_t row = 0; row < N; ++row) found[row] = -kInfinity;
+  const int64_t whole = round_up(block.columns, kWidth);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const KeyRange keys = seen(row);
+    found[row] = keys.begin > 0 || keys.end < whole ? finish_scores<true>(block, row, keys, bias(row), scale)
+                                                    : finish_scores<false>(block, row, keys, bias(row), scale);
+  }
+  update_largest(state, found, references, factors);
+  for (int64_t row = 0; row < block.rows; ++row, to += to_stride) {
+    const F reference = set1(references[row]);
+    F sum = set1(0.0F);
+    block.for_vectors(row, [&](const float* scores, int64_t column) {
+      const F p = exp_of_negative(sub(load(scores), reference));
+      sum = add(sum, p);
+      store(to + column, p);
+    });
+    for (int64_t column = whole; column < padded; column += kWidth) store(to + column, set1(0.0F));
+    state->sum[row] = state->sum[row] * factors[row] + reduce_add(sum);
+  }
 }
 
 }  // namespace xopt::XOPT_ISA
