@@ -1,0 +1,113 @@
+"""The models of the bench: made from configurations with random weights, so that nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    name: str
+    build: Callable[[bool], Any]
+    """The model in fp32; True: a tiny one, to try the bench itself."""
+    inputs: Callable[[Any], Inputs]
+    decodes: bool = False
+    """One token more, on a cache of those before: bound by how fast weights are read."""
+
+
+def _tiny(tiny: bool, **sizes: Any) -> Any:
+    """The arguments of a configuration: none, which are a library's defaults, or those of a tiny model."""
+    return sizes if tiny else {}
+
+
+def _bert(tiny: bool) -> Any:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**_tiny(tiny, **_SMALL)))
+
+
+def _roberta(tiny: bool) -> Any:
+    from transformers import RobertaConfig, RobertaModel
+
+    return RobertaModel(RobertaConfig(**_tiny(tiny, **_SMALL)))
+
+
+def _distilbert(tiny: bool) -> Any:
+    from transformers import DistilBertConfig, DistilBertModel
+
+    return DistilBertModel(DistilBertConfig(**_tiny(tiny, dim=64, n_layers=2, n_heads=4, hidden_dim=128)))
+
+
+def _vit(tiny: bool) -> Any:
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(ViTConfig(**_tiny(tiny, **_SMALL)))
+
+
+def _gpt2(tiny: bool) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(**_tiny(tiny, n_embd=64, n_layer=2, n_head=4)))
+
+
+def _llama(tiny: bool) -> Any:
+    """The sizes of TinyLlama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: Any = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, num_key_value_heads=4, **(_SMALL if tiny else sizes)))
+
+
+def _t5(tiny: bool) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(**_tiny(tiny, d_model=64, d_kv=16, d_ff=128, num_layers=2)))
+
+
+def _whisper(tiny: bool) -> Any:
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    sizes = _tiny(tiny, d_model=64, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=128)
+    return WhisperEncoder(WhisperConfig(**sizes))
+
+
+_SMALL: Any = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+def _words(batch: int, tokens: int, **more: Any) -> Callable[[Any], Inputs]:
+    def make(model: Any) -> Inputs:
+        return {"input_ids": torch.randint(0, model.config.vocab_size, (batch, tokens)), **more}
+
+    return make
+
+
+def _pixels(batch: int) -> Callable[[Any], Inputs]:
+    return lambda model: {"pixel_values": torch.randn(batch, 3, model.config.image_size, model.config.image_size)}
+
+
+def _sound(model: Any) -> Inputs:
+    return {"input_features": torch.randn(1, model.config.num_mel_bins, 2 * model.config.max_source_positions)}
+
+
+_CASES = (
+    ModelCase("bert-base 1x128", _bert, _words(1, 128)),
+    ModelCase("bert-base 8x128", _bert, _words(8, 128)),
+    ModelCase("vit-base 1", _vit, _pixels(1)),
+    ModelCase("vit-base 8", _vit, _pixels(8)),
+    ModelCase("llama-1.1b prefill 128", _llama, _words(1, 128, use_cache=False)),
+    ModelCase("llama-1.1b prefill 1024", _llama, _words(1, 1024, use_cache=False)),
+    ModelCase("llama-1.1b decode", _llama, _words(1, 128), decodes=True),
+    ModelCase("roberta-base 1x128", _roberta, _words(1, 128)),
+    ModelCase("distilbert 4x64", _distilbert, _words(4, 64)),
+    ModelCase("gpt2 1x128", _gpt2, _words(1, 128, use_cache=False)),
+    ModelCase("t5-small encoder 1x128", _t5, _words(1, 128)),
+    ModelCase("whisper-tiny encoder", _whisper, _sound),
+)
+CASES = {case.name: case for case in _CASES}
