@@ -108,3 +108,84 @@ def test_generate(name: str) -> None:
     expected = model.generate(WORDS, **arguments)
     assert torch.equal(xopt.optimize(model, dtype=torch.float32).generate(WORDS, **arguments), expected)
     assert xopt.optimize(model, dtype=torch.bfloat16).generate(WORDS, **arguments).shape[0] == 2
+
+
+def test_attention_is_fused_and_hidden_states_can_still_be_had() -> None:
+    source = make("bert")
+    optimized = xopt.optimize(source, dtype=torch.float32, sample_input={"input_ids": WORDS})
+    fused = {fusion.kind: fusion.fused for fusion in xopt.report(optimized).fusions}
+    attention = ("merged linear", "attention", "linear+add+layer_norm", "linear+gelu_erf", "linear+add+layer_norm")
+    assert fused["BertLayer"] == attention
+    with torch.no_grad():
+        for options in ({"output_hidden_states": True}, {"attention_mask": (WORDS > 40).long()}, {}):
+            result, expected = optimized(WORDS, **options), source(WORDS, **options)
+            torch.testing.assert_close(result.last_hidden_state, expected.last_hidden_state)
+            for ours, theirs in zip(result.hidden_states or (), expected.hidden_states or (), strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+def test_another_attention_can_be_chosen_afterwards() -> None:
+    source = make("bert")
+    optimized = xopt.optimize(source, dtype=torch.float32, sample_input={"input_ids": WORDS})
+    assert source.config._attn_implementation == "sdpa"
+    optimized.set_attn_implementation("eager")
+    with torch.no_grad():
+        result = optimized(WORDS, output_attentions=True)
+        expected = source(WORDS)
+    assert len(result.attentions) == 2
+    torch.testing.assert_close(result.last_hidden_state, expected.last_hidden_state)
+
+
+def test_static_and_prefilled_caches() -> None:
+    source = make("llama")
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        optimized = xopt.optimize(source, dtype=dtype)
+        with torch.no_grad():
+            static = transformers.StaticCache(config=source.config, max_cache_len=40)
+            expected_static = transformers.StaticCache(config=source.config, max_cache_len=40)
+            given, expected_given = source(WORDS, use_cache=True), source(WORDS, use_cache=True)
+            for cache, other in (
+                (static, expected_static),
+                (given.past_key_values, expected_given.past_key_values),
+            ):
+                for words in (WORDS[:, :5], WORDS[:, 5:6], WORDS[:, 6:7]):
+                    result = optimized(words, past_key_values=cache, use_cache=True).logits
+                    expected = source(words, past_key_values=other, use_cache=True).logits
+                    assert relative_error(result, expected.double()) < tolerance
+
+
+def test_save_pretrained_writes_what_the_source_would(tmp_path: Any) -> None:
+    source = make("bert")
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    optimized.save_pretrained(tmp_path / "ours")
+    source.save_pretrained(tmp_path / "theirs")
+    assert (tmp_path / "ours" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+    again = transformers.BertModel.from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(WORDS).last_hidden_state, source(WORDS).last_hidden_state)
+
+
+def test_lora_adapters_before_and_after() -> None:
+    peft = pytest.importorskip("peft")
+    for before in (True, False):
+        torch.manual_seed(0)
+        model = make("llama")
+        config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        if before:
+            torch.manual_seed(1)
+            source = peft.get_peft_model(model, config).eval()
+            optimized = xopt.optimize(source, dtype=torch.float32)
+        else:
+            optimized = xopt.optimize(model, dtype=torch.float32, sample_input={"input_ids": WORDS})
+            for each in (model, optimized):
+                torch.manual_seed(1)
+                peft.inject_adapter_in_model(config, each)
+                each.eval()
+            source = model
+        with torch.no_grad():
+            for _ in range(2):
+                torch.testing.assert_close(optimized(WORDS).logits, source(WORDS).logits, rtol=1e-4, atol=1e-4)
+            if before:
+                with source.disable_adapter(), optimized.disable_adapter():
+                    torch.testing.assert_close(optimized(WORDS).logits, source(WORDS).logits, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(optimized(WORDS).logits, source(WORDS).logits, rtol=1e-4, atol=1e-4)

@@ -9,9 +9,11 @@ calls of one signature (a branch on a size or on a value, an object that nobody 
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -401,25 +403,46 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         node = recorder.graph.placeholder(f"value_{index}")
         node.meta[EXAMPLE] = _described(example)
         symbols.append(Symbol(recorder, node, example))
-    attributes = {id(module): dict(module.__dict__) for module in root.modules()}
+    attributes = [_Attributes(module) for module in root.modules()]
     try:
         with torch.random.fork_rng(devices=[]), _isinstance.watch(), _WeightsToo(recorder):
             result = forward(root, *fill(args, symbols), **fill(kwargs, symbols))
     finally:
-        changed = [module for module in root.modules() if _restore(module, attributes.get(id(module)))]
+        changed = [kept.module for kept in attributes if kept.restore()]
     if changed:
         raise CannotRecord(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
     recorder.finish(result)
     return recorder
 
 
-def _restore(module: nn.Module, before: dict[str, Any] | None) -> bool:
-    """Undo what a forward did to a module's attributes; whether there was anything."""
-    if before is None:
-        return True
-    now = module.__dict__
-    if now.keys() == before.keys() and all(now[name] is value for name, value in before.items()):
-        return False
-    now.clear()
-    now.update(before)
-    return True
+class _Attributes:
+    """A module's attributes, and what is in those that are containers: hooks, children, whatever it keeps. Recording
+    calls a forward that the user did not ask for, so nothing of it may stay."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._values = dict(module.__dict__)
+        kept = (dict, list, set, OrderedDict)
+        self._contents = [(value, copy.copy(value)) for value in self._values.values() if type(value) in kept]
+
+    def restore(self) -> bool:
+        """Whether there was anything to undo."""
+        changed = not _same(self.module.__dict__, self._values)
+        if changed:
+            self.module.__dict__.clear()
+            self.module.__dict__.update(self._values)
+        for container, content in self._contents:
+            if not _same(container, content):
+                changed = True
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+        return changed
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether a container holds the very same objects."""
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(now[name] is value for name, value in before.items())
+    if isinstance(now, list):
+        return len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True))
+    return bool(now == before)

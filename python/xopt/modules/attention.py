@@ -36,7 +36,8 @@ def attend(
     """[batch, queries, heads, depth], contiguous. Under autocast all three have its dtype, as torch's own have."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if not query.dtype == key.dtype == value.dtype == dtype:  # a cache may have a dtype of its own
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return _attention(query, key, value, mask, scale=scale, causal=causal)  # type: ignore[no-any-return]
 
 

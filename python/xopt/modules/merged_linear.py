@@ -75,4 +75,4 @@ def merged_linear(
     sizes = [module.out_features for module in modules]
     bias = None if biases[0] is None else torch.cat(biases)
     together = _linear(input, weights[0].place.packed, sum(sizes), bias, out_dtype=out_dtype)
-    return together.split(sizes, -1)  # type: ignore[no-any-return]
+    return together.split_with_sizes(sizes, -1)  # type: ignore[no-any-return]
