@@ -369,3 +369,36 @@ def test_a_packed_weight_is_freed_with_its_tensor() -> None:
     assert _C.weight_bytes() >= before + 4 * MB
     del part
     assert _C.weight_bytes() == before
+
+
+@not_when_sanitized
+@pytest.mark.usefixtures("no_weights_left")
+def test_gaps_between_weights_are_used_again() -> None:
+    before = _C.weight_bytes()
+    first, kept = testing.weight_alloc(8 * MB), testing.weight_alloc(1000)
+    testing.weight_free(first)
+    again = [testing.weight_alloc(2 * MB) for _ in range(4)]
+    assert _C.weight_bytes() - before <= 5 * PAGE
+    fill(kept, 1000, 3)
+    for address in again:
+        fill(address, 2 * MB, 4)
+    assert holds(kept, 1000, 3)
+    for address in (kept, *again):
+        testing.weight_free(address)
+
+
+@not_when_sanitized
+def test_a_weight_packed_where_another_was_is_as_good() -> None:
+    """Padding, too, is written: memory that is used again is not zero."""
+    weight = torch.randn(37, 75)
+    fresh = torch.ops.xopt.linear_pack(weight, dtype=torch.bfloat16)
+    kept = [testing.weight_alloc(64) for _ in range(2)]
+    gap = testing.weight_alloc(64 << 10)
+    kept.append(testing.weight_alloc(64))
+    fill(gap, 64 << 10, 255)
+    testing.weight_free(gap)
+    again = torch.ops.xopt.linear_pack(weight, dtype=torch.bfloat16)
+    assert gap <= again.data_ptr() < gap + (64 << 10)
+    assert torch.equal(again, fresh)
+    for address in kept:
+        testing.weight_free(address)

@@ -3,7 +3,7 @@
 // Scratch: a thread holds a row of chunks and fills them like a stack. What lies behind the top is free, so a chunk
 // behind it that is too small for a request is replaced by a larger one, and the row settles after the first call.
 //
-// Weights: chunks of virtual memory, filled once from the front. Memory is spent only where a weight is written, and a
+// Weights: chunks of virtual memory, filled from the front. Memory is spent only where a weight is written, and a
 // 2 MB page is given back as soon as the last weight on it is freed, so neither a half-filled chunk nor one long-lived
 // small weight among freed large ones holds more than the pages it stands on.
 #include "runtime/arena.h"
@@ -149,17 +149,17 @@ class WeightChunk {
  public:
   WeightChunk(char* base, size_t bytes) : base_(base), bytes_(bytes), weights_on_(bytes / kPage, 0) {}
 
-  bool fits(size_t bytes) const { return bytes_ - top_ >= bytes; }
+  bool fits(size_t bytes) const { return place_for(bytes) != nullptr; }
   bool empty() const { return sizes_.empty(); }
   char* base() const { return base_; }
   size_t bytes() const { return bytes_; }
 
   // `pages` counts the pages that weights lie on.
   void* take(size_t bytes, int64_t* pages) {
-    char* data = base_ + top_;
+    char* data = place_for(bytes);
     sizes_.emplace(data, bytes);
-    for (size_t page = top_ / kPage; page <= (top_ + bytes - 1) / kPage; ++page) *pages += weights_on_[page]++ == 0;
-    top_ += bytes;
+    const size_t first = static_cast<size_t>(data - base_);
+    for (size_t page = first / kPage; page <= (first + bytes - 1) / kPage; ++page) *pages += weights_on_[page]++ == 0;
     return data;
   }
 
@@ -177,9 +177,19 @@ class WeightChunk {
   }
 
  private:
+  // The first gap between weights, or what is left behind the last; nullptr where none is large enough. Weights that
+  // are packed together anew leave gaps of the size that the next such group needs.
+  char* place_for(size_t bytes) const {
+    char* place = base_;
+    for (const auto& [data, size] : sizes_) {
+      if (static_cast<size_t>(data - place) >= bytes) return place;
+      place = data + size;
+    }
+    return static_cast<size_t>(base_ + bytes_ - place) >= bytes ? place : nullptr;
+  }
+
   char* base_;
   size_t bytes_;
-  size_t top_ = 0;
   std::vector<uint32_t> weights_on_;  // of each page
   std::map<char*, size_t> sizes_;
 };

@@ -58,7 +58,7 @@ def _decide_one(path: str, module: nn.Module, untouchable: str | None, config: C
             return Decision(path, module, None, f"Config({replacement.switch}=False)")
         reason = untouchable or replacement.why_not(module, context)
         return Decision(path, module, None if reason else replacement, reason or "")
-    return Decision(path, module, None, "xopt has no kernel for it yet, or it needs none")
+    return Decision(path, module, None, "there is nothing to pack; it may be fused with its block")
 
 
 def _replacements() -> list[type[Replacement]]:
