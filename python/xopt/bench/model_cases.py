@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 Inputs = dict[str, Any]
+BEST = "the best peer"
+READ_SHARE = 0.85  # of the measured read bandwidth, when decoding in bf16
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class ModelCase:
     inputs: Callable[[Any], Inputs]
     decodes: bool = False
     """One token more, on a cache of those before: bound by how fast weights are read."""
+    targets: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By dtype and peer: how many times as fast xopt has to be. BEST stands for the fastest of the peers."""
 
 
 def _tiny(tiny: bool, **sizes: Any) -> Any:
@@ -65,9 +69,9 @@ def _llama(tiny: bool) -> Any:
 
 
 def _t5(tiny: bool) -> Any:
-    from transformers import T5Config, T5EncoderModel
+    from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5EncoderModel(T5Config(**_tiny(tiny, d_model=64, d_kv=16, d_ff=128, num_layers=2)))
+    return T5ForConditionalGeneration(T5Config(**_tiny(tiny, d_model=64, d_kv=16, d_ff=128, num_layers=2)))
 
 
 def _whisper(tiny: bool) -> Any:
@@ -88,6 +92,11 @@ def _words(batch: int, tokens: int, **more: Any) -> Callable[[Any], Inputs]:
     return make
 
 
+def _words_and_a_step(tokens: int) -> Callable[[Any], Inputs]:
+    """For an encoder-decoder: a whole encoder, and the decoder's first token."""
+    return lambda model: {**_words(1, tokens, use_cache=False)(model), "decoder_input_ids": torch.zeros(1, 1).long()}
+
+
 def _pixels(batch: int) -> Callable[[Any], Inputs]:
     return lambda model: {"pixel_values": torch.randn(batch, 3, model.config.image_size, model.config.image_size)}
 
@@ -96,18 +105,23 @@ def _sound(model: Any) -> Inputs:
     return {"input_features": torch.randn(1, model.config.num_mel_bins, 2 * model.config.max_source_positions)}
 
 
+_PRODUCTS = {("bfloat16", BEST): 1.6, ("float32", BEST): 1.0}  # bound by them
+_BERT = {**_PRODUCTS, ("bfloat16", "compile"): 3.28}
+_VIT = {**_PRODUCTS, ("bfloat16", "compile"): 1.8}
+_DECODING = {("bfloat16", BEST): 1.3, ("float32", BEST): 1.0}
+
 _CASES = (
-    ModelCase("bert-base 1x128", _bert, _words(1, 128)),
-    ModelCase("bert-base 8x128", _bert, _words(8, 128)),
-    ModelCase("vit-base 1", _vit, _pixels(1)),
-    ModelCase("vit-base 8", _vit, _pixels(8)),
-    ModelCase("llama-1.1b prefill 128", _llama, _words(1, 128, use_cache=False)),
-    ModelCase("llama-1.1b prefill 1024", _llama, _words(1, 1024, use_cache=False)),
-    ModelCase("llama-1.1b decode", _llama, _words(1, 128), decodes=True),
+    ModelCase("bert-base 1x128", _bert, _words(1, 128), targets=_BERT),
+    ModelCase("bert-base 8x128", _bert, _words(8, 128), targets=_BERT),
+    ModelCase("vit-base 1", _vit, _pixels(1), targets=_VIT),
+    ModelCase("vit-base 8", _vit, _pixels(8), targets=_VIT),
+    ModelCase("llama-1.1b prefill 128", _llama, _words(1, 128, use_cache=False), targets=_PRODUCTS),
+    ModelCase("llama-1.1b prefill 1024", _llama, _words(1, 1024, use_cache=False), targets=_PRODUCTS),
+    ModelCase("llama-1.1b decode", _llama, _words(1, 128), decodes=True, targets=_DECODING),
     ModelCase("roberta-base 1x128", _roberta, _words(1, 128)),
     ModelCase("distilbert 4x64", _distilbert, _words(4, 64)),
     ModelCase("gpt2 1x128", _gpt2, _words(1, 128, use_cache=False)),
-    ModelCase("t5-small encoder 1x128", _t5, _words(1, 128)),
+    ModelCase("t5-small 1x128 and a step", _t5, _words_and_a_step(128)),
     ModelCase("whisper-tiny encoder", _whisper, _sound),
 )
 CASES = {case.name: case for case in _CASES}

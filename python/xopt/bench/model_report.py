@@ -1,177 +1,233 @@
-"""What the model bench found, as a table, as data and as a chart."""
+"""What the model bench found, as tables, as data and as a chart."""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import importlib.metadata
 import importlib.util
-import math
+import json
+import os
 import pathlib
-import statistics
-from dataclasses import dataclass, field
+import sys
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from xopt import _C
+import xopt
+from xopt.bench import model_results, report
 from xopt.bench.errors import BenchError
-from xopt.bench.model_peers import OURS
-from xopt.bench.roofs import measure_roofs
+from xopt.bench.model_peers import LIBRARIES, OURS
+from xopt.bench.model_results import CaseResult, Measured, Plan
 
+FORMAT = 1
 COLOURS = {"eager": "#999999", "compile": "#E69F00", "openvino": "#009E73", "ipex": "#CC79A7"}
+OTHER_COLOUR = "#56B4E9"
+HEADERS = ("set-up s", "relative error", "steady MiB", "peak MiB")
 
 
-@dataclass
-class Measured:
-    """One contender in one case; of a failed one, `error` tells why."""
-
-    peer: str
-    error: str | None = None
-    turns: list[list[float]] = field(default_factory=list)
-    """Seconds of each call, by rounds."""
-    setup_seconds: float = math.nan
-    relative_error: float = math.nan
-    weight_bytes: int = 0
-    steady_bytes_more: int = 0
-    peak_bytes: int = 0
-
-    def describe(self, answer: dict[str, Any]) -> None:
-        for name, value in answer.items():
-            setattr(self, name, value)
-
-    @property
-    def was_timed(self) -> bool:
-        return self.error is None and bool(self.turns)
-
-    @property
-    def minimum(self) -> float:
-        return min(min(turn) for turn in self.turns)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(seconds for turn in self.turns for seconds in turn)
-
-
-@dataclass
-class CaseResult:
-    case: str
-    decodes: bool
-    contenders: list[Measured]
-
-    @property
-    def ours(self) -> Measured | None:
-        return next((each for each in self.contenders if each.peer == OURS and each.was_timed), None)
-
-    def speedup(self, peer: str) -> tuple[float, float] | None:
-        """How many times as fast as a peer we are: by minima, and by medians."""
-        theirs = next((each for each in self.contenders if each.peer == peer and each.was_timed), None)
-        if theirs is None or self.ours is None:
-            return None
-        return theirs.minimum / self.ours.minimum, theirs.median / self.ours.median
-
-    def best_peer(self) -> str | None:
-        timed = [each for each in self.contenders if each.peer != OURS and each.was_timed]
-        return min(timed, key=lambda each: each.minimum).peer if timed else None
-
-
-@dataclass
 class ModelReport:
-    dtype: str
-    threads: int
-    size: str
-    missing_peers: list[str]
-    results: list[CaseResult] = field(default_factory=list)
-    read_bytes_per_second: float = 0.0
-    versions: dict[str, str] = field(default_factory=dict)
+    """Grows case by case: a run takes long, and its first results are to be seen at once."""
+
+    def __init__(self, plan: Plan, load_before: float) -> None:
+        self.plan = plan
+        self.load_before = load_before
+        self.results: list[CaseResult] = []
+        console = Console()
+        self._console = console if console.is_terminal else Console(width=report.TABLE_WIDTH)
+
+    def _say(self, part: Table | str, style: str | None = None) -> None:
+        self._console.print(part, style=style, highlight=False, markup=False)
 
     def begin(self) -> None:
-        self.versions = {"torch": torch.__version__, "isa": str(_C.active_isa())}
-        self.read_bytes_per_second = measure_roofs(self.threads).read
-        console = Console()
-        console.print(f"{self.dtype}, {self.threads} threads, torch {torch.__version__}, {self.versions['isa']}")
-        for peer in self.missing_peers:
-            console.print(f"[bold yellow]NOT MEASURED: {peer} is not installed[/]")
+        isa = xopt.capabilities().level
+        self._say(f"{self.plan.dtype}, {len(self.plan.cpus)} threads, torch {torch.__version__}, {isa}")
+        self._warn()
+
+    def _warn(self) -> None:
+        for warning in self.warnings():
+            self._say(warning, style="bold yellow")
+
+    def warnings(self) -> list[str]:
+        lines = [f"NOT MEASURED: {peer} is not installed" for peer in self.plan.missing]
+        if self.plan.size == "tiny":
+            lines.append(
+                "Tiny models, one after the other in one process each: neither times nor memory mean anything."
+            )
+        cpus = len(os.sched_getaffinity(0))
+        if self.load_before > report.BUSY_LOAD * cpus:
+            lines.append(
+                f"The machine was busy before the bench began (load {self.load_before:.1f} on {cpus} CPUs): "
+                "neither times nor ratios are to be relied on."
+            )
+        return lines
 
     def add(self, result: CaseResult) -> None:
         self.results.append(result)
-        Console().print(self._table(result))
-
-    def _table(self, result: CaseResult) -> Table:
-        what = "a token" if result.decodes else "a forward"
-        table = Table(
-            *("", f"least ms {what}", "median ms", "xopt is faster by", "(medians)", "set-up s", "rel. error"),
-            *("steady MiB", "peak MiB"),
-            title=result.case,
-        )
-        for each in result.contenders:
-            if not each.was_timed:
-                table.add_row(each.peer, f"[red]{each.error or 'not timed'}[/]")
-                continue
-            speedup = result.speedup(each.peer) or (math.nan, math.nan)
-            table.add_row(
-                each.peer,
-                f"{1e3 * each.minimum:.2f}",
-                f"{1e3 * each.median:.2f}",
-                f"{speedup[0]:.2f}x",
-                f"{speedup[1]:.2f}x",
-                f"{each.setup_seconds:.1f}",
-                f"{each.relative_error:.1e}",
-                f"{each.steady_bytes_more / 2**20:+.0f}",
-                f"{each.peak_bytes / 2**20:.0f}",
-            )
-        if result.decodes and result.ours is not None:
-            rate = result.ours.weight_bytes / result.ours.minimum
-            share = rate / self.read_bytes_per_second
-            table.caption = f"weights are read at {rate / 1e9:.1f} GB/s, {share:.0%} of the measured read bandwidth"
-        return table
+        self._say(_table(result))
+        for line in _notes(result):
+            self._say(line, style="red" if line.startswith("NO TIME") else None)
 
     def end(self) -> None:
-        table = Table("case", "best peer", "xopt is faster by", "(medians)", title="against the best peer of each case")
-        logarithms = []
-        for result in self.results:
-            best = result.best_peer()
-            speedup = result.speedup(best) if best is not None else None
-            if best is None or speedup is None:
-                table.add_row(result.case, "-", "-", "-")
-                continue
-            logarithms.append(math.log(speedup[0]))
-            table.add_row(result.case, best, f"{speedup[0]:.2f}x", f"{speedup[1]:.2f}x")
-        if logarithms:
-            table.add_row("geometric mean", "", f"{math.exp(statistics.fmean(logarithms)):.2f}x", "")
-        Console().print(table)
+        self._say(report.summary_table(model_results.summarize(self.results, self.plan)))
+        self._warn()
+
+    # ---- Data -------------------------------------------------------------------------------------------------------
+
+    def document(self) -> dict[str, Any]:
+        libraries = ("transformers", *(LIBRARIES[peer] for peer in self.plan.peers if peer in LIBRARIES))
+        findings = model_results.summarize(self.results, self.plan)
+        return {
+            "format": FORMAT,
+            "kind": "models",
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "machine": dataclasses.asdict(xopt.capabilities()),
+            "versions": {
+                "xopt": xopt.__version__,
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
+                **{name: _version_of(name) for name in libraries},
+            },
+            "threads": len(self.plan.cpus),
+            "setting": {"load_before": self.load_before, **dataclasses.asdict(self.plan)},
+            "rows": [_row(result) for result in self.results],
+            "summary": [{**dataclasses.asdict(finding), "met": finding.met} for finding in findings],
+            "notes": [*self.warnings(), *(line for result in self.results for line in _notes(result))],
+        }
+
+    def write(self, file: pathlib.Path) -> None:
+        file.write_text(json.dumps(self.document(), indent=1) + "\n")
+
+    # ---- Chart ------------------------------------------------------------------------------------------------------
 
     def draw(self, file: pathlib.Path) -> None:
         """Bars: by how much xopt is faster than each peer, in each case."""
-        check_plotting()
         # Not pyplot: it would choose a display for the whole process.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        peers = list(dict.fromkeys(each.peer for result in self.results for each in result.contenders))
-        peers = [peer for peer in peers if peer != OURS and any(result.speedup(peer) for result in self.results)]
-        figure = Figure(figsize=(9, 1.2 + 0.5 * len(self.results)), layout="constrained")
+        peers = [peer for peer in self.plan.peers if any(result.speedup(peer) for result in self.results)]
+        thickness = 0.8 / max(1, len(peers))
+        figure = Figure(figsize=(9, 1.2 + 0.25 * len(self.results) * max(2, len(peers))), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        thickness = 0.8 / max(1, len(peers))
         for place, peer in enumerate(peers):
-            for row, result in enumerate(self.results):
-                speedup = result.speedup(peer)
-                if speedup is None:
-                    continue
-                y = row + (place - (len(peers) - 1) / 2) * thickness
-                label = peer if row == 0 else None
-                axes.barh(y, speedup[0], thickness, color=COLOURS.get(peer, "#56B4E9"), label=label)
-                axes.text(speedup[0], y, f" {speedup[0]:.2f}", va="center", fontsize=7)
+            speedups = [(row, speedup) for row, each in enumerate(self.results) if (speedup := each.speedup(peer))]
+            ys = [row + (place - (len(peers) - 1) / 2) * thickness for row, _ in speedups]
+            widths = [speedup.minimum for _, speedup in speedups]
+            axes.barh(ys, widths, thickness, color=COLOURS.get(peer, OTHER_COLOUR), label=peer)
+            for y, width in zip(ys, widths, strict=True):
+                axes.text(width, y, f" {width:.2f}", va="center", fontsize=7)
         axes.axvline(1, color="black", linewidth=1)
         axes.set_yticks(range(len(self.results)), [result.case for result in self.results])
         axes.invert_yaxis()
-        axes.set_xlabel(f"times as fast as the peer ({self.dtype}, {self.threads} threads, {self.versions['isa']})")
-        handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if handles:
-            axes.legend(handles.values(), handles.keys(), fontsize=8)
+        isa = xopt.capabilities().level
+        axes.set_xlabel(f"times as fast as the peer ({self.plan.dtype}, {len(self.plan.cpus)} threads, {isa})")
+        if peers:
+            axes.legend(fontsize=8)
         figure.savefig(file, format="png", dpi=130)
 
 
-def check_plotting() -> None:
+def check_chart(file: pathlib.Path | None) -> None:
+    """Before anything is measured."""
+    if file is None:
+        return
+    if not file.absolute().parent.is_dir():
+        raise BenchError(f"--png: the folder of {file} does not exist")
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--png needs matplotlib, which is not installed: pip install 'torch-xopt[bench]'")
+
+
+def _version_of(library: str) -> str:
+    try:
+        return importlib.metadata.version(library.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:  # one that was not installed by pip
+        return "unknown"
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**20:.0f}"
+
+
+def _table(result: CaseResult) -> Table:
+    table = Table(title=f"{result.case} (ms a {'token' if result.decodes else 'forward'})")
+    table.add_column("")
+    for header in ("least", "median", "xopt is faster by", "(medians)", *HEADERS):
+        table.add_column(header, justify="right")
+    for each in result.contenders:
+        if not each.was_timed:
+            table.add_row(each.peer, *["-"] * 8)
+            continue
+        speedup = result.speedup(each.peer)
+        table.add_row(
+            each.peer,
+            f"{1e3 * each.minimum:.2f}",
+            f"{1e3 * each.median:.2f}",
+            *(("-", "-") if speedup is None or each.peer == OURS else (f"{ratio:.2f}x" for ratio in speedup)),
+            f"{each.setup_seconds:.1f}",
+            f"{each.relative_error:.1e}",
+            _mebibytes(each.steady_bytes),
+            _mebibytes(each.peak_bytes),
+        )
+    return table
+
+
+def _notes(result: CaseResult) -> list[str]:
+    lines = []
+    if result.ours is not None:
+        line = f"{result.case}: {_mebibytes(result.ours.weight_bytes)} MiB of weights"
+        share = result.read_share()
+        if share is not None:
+            rate = result.ours.read_bytes / result.ours.minimum
+            line += (
+                f"; xopt reads them at {rate / 1e9:.1f} GB/s, "
+                f"{share:.0%} of the {result.read_bytes_per_second / 1e9:.1f} GB/s measured between its turns"
+            )
+        lines.append(line)
+    for each in result.contenders:
+        if each.error is not None:
+            lines.append(f"NO TIME of {each.peer} in {result.case}: {each.error}")
+        elif each.note:
+            lines.append(f"{each.peer} {each.note}")
+    return lines
+
+
+def _contender_record(measured: Measured) -> dict[str, Any]:
+    if not measured.was_timed:
+        return {"status": measured.error or "not timed"}
+    return {
+        "status": "ok",
+        "note": measured.note,
+        "min_s": measured.minimum,
+        "median_s": measured.median,
+        "setup_s": measured.setup_seconds,
+        "relative_error": measured.relative_error,
+        "steady_bytes": measured.steady_bytes,
+        "peak_bytes": measured.peak_bytes,
+        "turns_s": measured.turns,
+    }
+
+
+def _row(result: CaseResult) -> dict[str, Any]:
+    ours = result.ours
+    row: dict[str, Any] = {
+        "case": result.case,
+        "decodes": result.decodes,
+        "best_peer": result.best_peer(),
+        "contenders": {each.peer: _contender_record(each) for each in result.contenders},
+        "speed_over": {
+            each.peer: speedup._asdict()
+            for each in result.contenders
+            if each.peer != OURS and (speedup := result.speedup(each.peer)) is not None
+        },
+        "error_over_eager": result.error_over_eager(),
+    }
+    if ours is not None:
+        row["weight_bytes"] = ours.weight_bytes
+    if ours is not None and result.decodes:
+        row["gb_per_s"] = ours.read_bytes / ours.minimum / 1e9
+        row["read_roof_gb_per_s"] = result.read_bytes_per_second / 1e9
+        row["read_share"] = result.read_share()
+    return row

@@ -7,21 +7,19 @@ token where the case decodes. Every ratio is between contenders of the same run.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import json
+import importlib.util
 import os
 import pathlib
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from xopt.bench import model_peers, model_report
+from xopt.bench import model_peers, model_report, report
 from xopt.bench.errors import BenchError
 from xopt.bench.model_cases import CASES
-from xopt.bench.model_report import CaseResult, Measured
+from xopt.bench.model_process import ContenderError, Crew, Worker
+from xopt.bench.model_results import CaseResult, Measured, Plan
+from xopt.bench.turns import SLOW_CALL_SECONDS
 
 TURN_SECONDS = 0.05  # of calls in a turn, at least one
 PAUSE_SECONDS = 0.02  # until the threads of the one before have gone to sleep
@@ -32,31 +30,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", default="eager,compile,openvino", help="default: %(default)s; also known: ipex")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2, help="each contender's cores (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each contender (default: %(default)s)")
     parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: to try the bench itself")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="writes everything measured")
     parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="a chart of the speedups over each peer")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    if options.rounds < 1:
+        raise BenchError(f"--rounds: got {options.rounds}, expected at least 1")
+    peers, missing = choose_peers(options.peers)
+    return Plan(
+        cases=choose_cases(options.cases),
+        peers=peers,
+        missing=missing,
+        dtype=options.dtype,
+        cpus=choose_cpus(options.threads),
+        rounds=options.rounds,
+        size=options.size,
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     if options.list:
         print("\n".join(CASES))
         return
-    cases = choose_cases(options.cases)
-    cpus = choose_cpus(options.threads)
-    peers, missing = choose_peers(options.peers)
+    plan = make_plan(options)
+    report.check_destinations(options.json, None)
+    model_report.check_chart(options.png)
+    if importlib.util.find_spec("transformers") is None:
+        raise BenchError("the models need transformers, which is not installed: pip install 'torch-xopt[bench]'")
+    findings = model_report.ModelReport(plan, os.getloadavg()[0])
+    findings.begin()
+    with Crew() as crew:
+        for name in plan.cases:
+            findings.add(measure(name, plan, crew))
+            if options.json is not None:  # also of a run that is interrupted later
+                findings.write(options.json)
+            if plan.size == "full":  # what one case leaves behind would count as memory of the next
+                crew.dismiss()
+    findings.end()
     if options.png is not None:
-        model_report.check_plotting()
-    report = model_report.ModelReport(options.dtype, options.threads, options.size, missing)
-    report.begin()
-    for name in cases:
-        report.add(measure(name, [model_peers.OURS, *peers], options, cpus))
-    report.end()
-    if options.json is not None:
-        options.json.write_text(json.dumps(dataclasses.asdict(report), indent=2))
-    if options.png is not None:
-        report.draw(options.png)
+        findings.draw(options.png)
+    failed = [result.case for result in findings.results if result.ours is None]
+    if failed:
+        raise BenchError(f"xopt has no time in: {', '.join(failed)}")
 
 
 def choose_cases(text: str | None) -> list[str]:
@@ -73,7 +92,7 @@ def choose_cases(text: str | None) -> list[str]:
 
 def choose_peers(text: str) -> tuple[list[str], list[str]]:
     """Those that are installed, and those that are not."""
-    asked = [name.strip() for name in text.split(",") if name.strip()]
+    asked = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     known = [name for name in model_peers.PEERS if name != model_peers.OURS]
     for name in asked:
         if name not in known:
@@ -94,80 +113,70 @@ def choose_cpus(threads: int) -> list[int]:
     return order[:threads]
 
 
-class Worker:
-    """A contender's process, and what became of it."""
+class Contender:
+    """A worker in one case, and what became of it there: after an error it is asked nothing more."""
 
-    def __init__(self, peer: str) -> None:
-        self.measured = Measured(peer)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "xopt.bench.model_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.measured = Measured(worker.peer)
+        self.calls, self.warm_up = 1, False
 
     @property
-    def is_alive(self) -> bool:
+    def goes_on(self) -> bool:
         return self.measured.error is None
 
     def ask(self, **request: Any) -> dict[str, Any] | None:
         """The answer; None where it failed, which `measured.error` then tells."""
-        requests: IO[str] | None = self._process.stdin
-        answers: IO[str] | None = self._process.stdout
-        assert requests is not None
-        assert answers is not None
         try:
-            requests.write(json.dumps(request) + "\n")
-            requests.flush()
-            line = answers.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self.measured.error = f"its process ended with status {self._process.wait()}"
+            return self._worker.ask(**request)
+        except ContenderError as error:
+            self.measured.error = str(error)
             return None
-        answer: dict[str, Any] = json.loads(line)
-        self.measured.error = answer.get("error")
-        return answer if self.is_alive else None
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def measure(case: str, peers: Sequence[str], options: argparse.Namespace, cpus: list[int]) -> CaseResult:
-    workers: list[Worker] = []
-    try:
-        for peer in peers:
-            worker = Worker(peer)
-            workers.append(worker)
-            request = {"peer": peer, "case": case, "dtype": options.dtype, "tiny": options.size == "tiny"}
-            # Set up one after the other: set-up times are compared, too.
-            answer = worker.ask(do="set up", cpus=cpus, **request)
-            if answer is not None:
-                worker.measured.describe(answer)
-        take_turns([worker for worker in workers if worker.is_alive], options.rounds)
-    finally:
-        for worker in workers:
-            worker.close()
-    return CaseResult(case, CASES[case].decodes, [worker.measured for worker in workers])
-
-
-def take_turns(workers: Sequence[Worker], rounds: int) -> None:
-    calls = {}
-    for worker in workers:
-        answer = worker.ask(do="run", calls=2)
+    def settle(self) -> None:
+        """Chooses how long its turns are. A slow call is a turn, and too long for cold caches to matter."""
+        answer = self.ask(do="run", calls=2, warm_up=False)  # two: what is traced may be compiled in the second
         if answer is not None:
-            calls[worker] = max(1, round(TURN_SECONDS / max(1e-6, min(answer["seconds"]))))
-    for _ in range(rounds):
-        for worker in filter(lambda worker: worker.is_alive, workers):
-            time.sleep(PAUSE_SECONDS)
-            answer = worker.ask(do="run", calls=calls[worker])
+            seconds = min(answer["seconds"])
+            self.warm_up = seconds < SLOW_CALL_SECONDS
+            self.calls = max(1, round(TURN_SECONDS / max(1e-6, seconds)))
+
+    def take_turn(self) -> None:
+        answer = self.ask(do="run", calls=self.calls, warm_up=self.warm_up)
+        if answer is not None:
+            self.measured.turns.append(answer["seconds"])
+
+
+def measure(case: str, plan: Plan, crew: Crew) -> CaseResult:
+    peers = [model_peers.OURS, *plan.peers]
+    with report.progress(len(peers) + plan.rounds) as advance:
+        contenders = [Contender(crew.get(peer)) for peer in peers]
+        for contender in contenders:
+            # One after the other: set-up times are compared, too.
+            advance(f"{case}: {contender.measured.peer}")
+            request = {"peer": contender.measured.peer, "case": case, "dtype": plan.dtype, "tiny": plan.size == "tiny"}
+            answer = contender.ask(do="set up", cpus=plan.cpus, **request)
             if answer is not None:
-                worker.measured.turns.append(answer["seconds"])
+                contender.measured.describe(answer)
+        read = take_turns(contenders, plan.rounds, CASES[case].decodes, lambda: advance(case))
+    return CaseResult(case, CASES[case].decodes, [contender.measured for contender in contenders], read)
+
+
+def take_turns(
+    contenders: Sequence[Contender], rounds: int, reads: bool, begin_round: Callable[[], None] = lambda: None
+) -> float:
+    """Returns the best read bandwidth that was seen in between, if wanted: the roof of what decodes."""
+    best = 0.0
+    for contender in contenders:
+        if contender.goes_on:
+            contender.settle()
+    for _ in range(rounds):
+        begin_round()
+        for contender in contenders:
+            if not contender.goes_on:
+                continue
+            time.sleep(PAUSE_SECONDS)
+            contender.take_turn()
+            if reads and contender.measured.peer == model_peers.OURS:
+                best = max(best, (contender.ask(do="read") or {"bytes_per_second": 0.0})["bytes_per_second"])
+    return best
