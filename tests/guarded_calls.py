@@ -148,6 +148,25 @@ def attention_calls(caller: Caller, queries: int, keys: int, depth: int, dtype: 
         caller.call(f"attention {where}", attention, query, key, value, mask)
 
 
+def norm_calls(caller: Caller, rows: int, columns: int, dtype: torch.dtype, other: torch.dtype) -> None:
+    where = f"{rows}x{columns} {dtype} with {other}"
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((rows, columns), columns, columns))
+    residual, options = torch.randn(rows, columns).to(other), {"return_sum": True, "out_dtype": other}
+    caller.call(f"layer_norm {where}", torch.ops.xopt.layer_norm, x, weight, bias)
+    named = {"named": {"residual": residual}}
+    caller.call(f"layer_norm {where}, residual", torch.ops.xopt.layer_norm, x, weight, bias, **named, **options)
+    caller.call(f"rms_norm {where}, residual", torch.ops.xopt.rms_norm, x, weight, **named, **options)
+
+
+def rotary_calls(caller: Caller, positions: int, half: int, kept: int, dtype: torch.dtype) -> None:
+    where = f"{positions}x{2 * half}+{kept} {dtype}"
+    query, key = (torch.randn(2, heads, positions, 2 * half + kept).to(dtype) for heads in (3, 2))
+    cos, sin = torch.randn(1, positions, 2 * half), torch.randn(2, positions, 2 * half).to(dtype)
+    for interleaved in (False, True):
+        options = {"interleaved": interleaved}
+        caller.call(f"rotary {where} {options}", torch.ops.xopt.rotary, query, key, cos, sin, **options)
+
+
 def main(mode: str) -> None:
     import xopt  # noqa: F401  (registers the operators)
 
@@ -161,6 +180,8 @@ def main(mode: str) -> None:
             int8_calls(caller, m, n, k, dtype)
         for dtype in FLOATS:
             attention_calls(caller, m, n, k, dtype)
+            rotary_calls(caller, m, n, k % 4 * 2, dtype)
+            norm_calls(caller, m, n, dtype, FLOATS[index % 3])
     print(f"calls made: {caller.calls}")
 
 

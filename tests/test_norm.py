@@ -109,6 +109,24 @@ def test_tails(norm: str) -> None:
     )
 
 
+@pytest.mark.parametrize("distance", [1e2, 1e3, 1e4])
+def test_mean_far_from_zero(distance: float) -> None:
+    """The variance of what lies around a mean a thousand deviations away, where one pass in fp32 finds none."""
+    x = torch.randn(7, 2051, generator=torch.Generator().manual_seed(1)) + distance
+    out, _ = torch.ops.xopt.layer_norm(x)
+    expected = torch.nn.functional.layer_norm(x.double(), (2051,))
+    assert (out - expected).abs().max() < 4 * distance * reference.U32
+
+
+def test_residual_is_not_rounded_before_the_norm() -> None:
+    x = torch.full((2, 64), 256.0).bfloat16()
+    residual = torch.arange(64.0).mul(2.0**-8).repeat(2, 1)  # below a bf16 step of x
+    out, total = torch.ops.xopt.layer_norm(x, residual=residual, return_sum=True, out_dtype=torch.float32)
+    expected = torch.nn.functional.layer_norm(x.double() + residual, (64,))
+    assert torch.allclose(out.double(), expected, atol=1e-3)
+    assert torch.equal(total, x)
+
+
 def test_threads_do_not_change_results() -> None:
     x = torch.randn(301, 770)
     threads = torch.get_num_threads()

@@ -29,7 +29,8 @@ SCHEMAS = {
     "rms_norm": "rms_norm(Tensor input, Tensor? weight=None, *, float eps=9.9999999999999995e-07, "
     "float weight_offset=0., Tensor? residual=None, "
     "bool return_sum=False, ScalarType? out_dtype=None) -> (Tensor out, Tensor sum)",
-    "rotary": "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query_out, Tensor key_out)",
+    "rotary": "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, *, bool interleaved=False) "
+    "-> (Tensor query_out, Tensor key_out)",
     "attention": "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, *, float? scale=None, "
     "bool causal=False, int causal_offset=0, int window=0) -> Tensor",
     "linear": 'linear(Tensor input, Tensor packed, int out_features, Tensor? bias=None, *, str activation="none", '
@@ -147,6 +148,7 @@ def samples_rotary() -> Iterator[Call]:
     for dtype in FLOATS:
         query, key = random(2, 4, 5, 8, dtype=dtype), random(2, 5, 2, 8, dtype=dtype).transpose(1, 2)
         yield (query, key, random(1, 5, 8), random(2, 5, 8, dtype=dtype)), {}
+        yield (query, key, random(2, 5, 6, dtype=dtype), random(1, 5, 6)), {"interleaved": True}
 
 
 def samples_linear_pack() -> Iterator[Call]:
@@ -313,7 +315,12 @@ BAD_ROWS: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.rotary(X, HEADS, ANGLES, ANGLES), r"query: expected \[batch, .*\], got shape \[3, 24\]"),
     (lambda: ops.rotary(HEADS, HEADS.half(), ANGLES, ANGLES), "key: expected dtype float32, got float16"),
     (lambda: ops.rotary(HEADS, HEADS[:, :, :4], ANGLES, ANGLES), r"key: expected shape \[2, 3, 5, 8\], got"),
-    (lambda: ops.rotary(HEADS, HEADS, ANGLES[..., :4], ANGLES), r"cos: expected shape \[2, 5, 8\], got \[2, 5, 4\]"),
+    (lambda: ops.rotary(HEADS, HEADS, ANGLES[..., :4], ANGLES), r"sin: expected shape \[2, 5, 4\], got \[2, 5, 8\]"),
+    (lambda: ops.rotary(HEADS, HEADS, ANGLES[:, :3], ANGLES), r"cos: expected shape \[2, 5, 8\], got \[2, 3, 8\]"),
+    (lambda: ops.rotary(HEADS, HEADS, ANGLES[..., :5], ANGLES), r"cos: expected an even number .* depth 8, got shape"),
+    (lambda: ops.rotary(HEADS[..., :6], HEADS, ANGLES, ANGLES), r"key: expected shape"),
+    (lambda: ops.rotary(HEADS[..., :6], HEADS[..., :6], ANGLES, ANGLES), r"cos: expected an even number .* depth 6"),
+    (lambda: ops.rotary(HEADS, HEADS, HEADS, ANGLES), r"cos: expected \[batch, .*\], got shape"),
     (lambda: ops.rotary(HEADS, HEADS, ANGLES, HEADS), r"sin: expected \[batch, .*\], got shape"),
     (lambda: ops.rotary(HEADS[..., :7], HEADS, ANGLES, ANGLES), r"query: expected an even depth, got shape"),
 ]

@@ -1,10 +1,12 @@
 // LayerNorm and RMSNorm over rows. See norm.h.
 // isa: scalar avx2 avx512 avx512_bf16
 //
-// A row is read once, as floats into a buffer that stays in L1; the passes that follow (squares about the mean, which
-// one pass would get wrong where the mean is large; then the result) read that. Four sums are kept, since one would
-// wait for each addition.
+// A row comes from memory once, as floats that stay in L1; the passes that follow (squares about the mean, which one
+// pass would get wrong where the mean is large; then the result) read those, while the next row is fetched. The loops
+// are compiled for each dtype: a branch on it for each vector cost more than the arithmetic.
 #include "kernels/norm.h"
+
+#include <type_traits>
 
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
@@ -14,95 +16,217 @@
 namespace xopt::XOPT_ISA {
 namespace {
 
-constexpr int64_t kSums = 4;
-constexpr int64_t kStep = kSums * kWidth;
+constexpr int64_t kSums = 4;                 // one would wait for each addition
 constexpr int64_t kValuesOfAThread = 16384;  // fewer are not worth waking another thread
 
-XOPT_INLINE int64_t row_offset(const RowsView& view, int64_t row) {
-  return row / view.inner_rows * view.outer_stride + row % view.inner_rows * view.row_stride;
+struct None {};  // the type of what a call does not have
+
+template <class T>
+constexpr bool kGiven = !std::is_same_v<T, None>;
+
+// Runs f(i, count) for each vector of a row; a constant `count` leaves no trace of the tail in the loop.
+template <class Function>
+XOPT_INLINE void for_each_vector(int64_t columns, const Function& f) {
+  int64_t i = 0;
+  for (; i + kWidth <= columns; i += kWidth) f(i, kWidth);
+  if (i < columns) f(i, columns - i);
 }
 
-// Sums of f(vector at i) over the row; what is past its end counts as zero.
+// The sum of f(i, count), which are zero past their first `count` values.
 template <class Function>
 XOPT_INLINE float sum_of(int64_t columns, const Function& f) {
   F sums[kSums];
 #pragma GCC unroll 4
   for (int64_t s = 0; s < kSums; ++s) sums[s] = set1(0.0F);
   int64_t i = 0;
-  for (; i + kStep <= columns; i += kStep) {
+  for (; i + kSums * kWidth <= columns; i += kSums * kWidth) {
 #pragma GCC unroll 4
-    for (int64_t s = 0; s < kSums; ++s) sums[s] = add(sums[s], f(i + s * kWidth));
+    for (int64_t s = 0; s < kSums; ++s) sums[s] = add(sums[s], f(i + s * kWidth, kWidth));
   }
-  for (; i + kWidth <= columns; i += kWidth) sums[0] = add(sums[0], f(i));
+  for (; i + kWidth <= columns; i += kWidth) sums[0] = add(sums[0], f(i, kWidth));
+  if (i < columns) sums[1] = add(sums[1], f(i, columns - i));
   return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
+XOPT_INLINE F first_of(F x, int64_t count) {
+  if (count >= kWidth) return x;
+  float buffer[kWidth];
+  store(buffer, x);
+  return load_first(buffer, count);
+}
+
+// Of one row. The loops take these by value: behind a reference, each store could change them.
+struct RowInput {
+  const void *input, *residual;
+  float* values;  // nullptr: the input has them already
+  void* sum;      // in the input's dtype; nullptr: not wanted, or `values` are it
+};
+
+struct RowOutput {
+  const float *values, *weight, *bias;
+  void* out;
+  float mean, scale;
+};
+
+// Memory that is wanted next: a step of it is fetched for each vector of a row.
+struct Ahead {
+  const uint8_t* data;
+  int64_t step;
+
+  XOPT_INLINE void fetch(int64_t column) const {
+    if constexpr (kWidth > 1) __builtin_prefetch(data + column / kWidth * step, 0, 3);
+  }
+};
+
+// s of a row, and the sum of it.
+template <class In, class Residual>
+float read_row(RowInput row, int64_t columns) {
+  const auto* input = static_cast<const In*>(row.input);
+  return sum_of(columns, [=](int64_t i, int64_t count) {
+    F x = load_first(input + i, count);
+    if constexpr (kGiven<Residual>) x = add(x, load_first(static_cast<const Residual*>(row.residual) + i, count));
+    if (row.values != nullptr) store_first(row.values + i, x, count);
+    if (row.sum != nullptr) store_first(static_cast<In*>(row.sum) + i, x, count);
+    return x;
+  });
+}
+
+// Of its own this pass needs nothing from memory, which fetches the next row meanwhile, and the lines of this one's
+// output, for whose ownership the stores would wait.
+float squares_about(float mean, const float* values, Ahead input, Ahead out, int64_t columns) {
+  return sum_of(columns, [=](int64_t i, int64_t count) {
+    input.fetch(i);
+    out.fetch(i);
+    const F distance = first_of(sub(load_first(values + i, count), set1(mean)), count);
+    return mul(distance, distance);
+  });
+}
+
+template <class Out, bool kWeight, bool kBias>
+void write_row(RowOutput row, Ahead residual, int64_t columns) {
+  for_each_vector(columns, [=](int64_t i, int64_t count) {
+    residual.fetch(i);
+    F y = mul(sub(load_first(row.values + i, count), set1(row.mean)), set1(row.scale));
+    if constexpr (kWeight && kBias) {
+      y = fma(y, load_first(row.weight + i, count), load_first(row.bias + i, count));
+    } else if constexpr (kWeight) {
+      y = mul(y, load_first(row.weight + i, count));
+    } else if constexpr (kBias) {
+      y = add(y, load_first(row.bias + i, count));
+    }
+    store_first(static_cast<Out*>(row.out) + i, y, count);
+  });
+}
+
+using ReadRow = float(RowInput row, int64_t columns);
+using WriteRow = void(RowOutput row, Ahead residual, int64_t columns);
+
+template <class In>
+ReadRow* select_residual(const RowsView& residual) {
+  if (residual.data == nullptr) return read_row<In, None>;
+  if (residual.dtype == DType::f32) return read_row<In, float>;
+  return residual.dtype == DType::bf16 ? read_row<In, Bf16> : read_row<In, F16>;
+}
+
+ReadRow* select_read(const NormCall& call) {
+  if (call.input.dtype == DType::f32) return select_residual<float>(call.residual);
+  return call.input.dtype == DType::bf16 ? select_residual<Bf16>(call.residual) : select_residual<F16>(call.residual);
+}
+
+template <class Out>
+WriteRow* select_vectors(const NormCall& call) {
+  const bool bias = call.bias.data != nullptr;
+  if (call.weight.data == nullptr) return bias ? write_row<Out, false, true> : write_row<Out, false, false>;
+  return bias ? write_row<Out, true, true> : write_row<Out, true, false>;
+}
+
+WriteRow* select_write(const NormCall& call) {
+  if (call.out_dtype == DType::f32) return select_vectors<float>(call);
+  return call.out_dtype == DType::bf16 ? select_vectors<Bf16>(call) : select_vectors<F16>(call);
+}
+
+// A thread's rows.
 class RowNorm {
  public:
-  RowNorm(const NormCall& call, float* values) : call_(call), values_(values) {}
+  // `scratch`: three times the columns.
+  RowNorm(const NormCall& call, float* scratch)
+      : call_(call), read_(select_read(call)), write_(select_write(call)), values_(scratch) {
+    weight_ = as_floats(call.weight, call.weight_offset, scratch + call.columns);
+    bias_ = as_floats(call.bias, 0.0F, scratch + 2 * call.columns);
+  }
 
-  void run(int64_t row) {
-    read(row);
-    const int64_t n = call_.columns;
-    float mean = 0.0F;
-    if (call_.norm == Norm::layer_norm) {
-      mean = sum_of(n, [&](int64_t i) { return load(values_ + i); });
-      for (int64_t i = n / kWidth * kWidth; i < n; ++i) mean += values_[i];
-      mean /= static_cast<float>(n);
+  void run(int64_t first, int64_t last) {
+    Place place = place_of(first);
+    for (int64_t row = first; row < last; ++row) {
+      const Place next = row + 1 < last ? place_of(row + 1) : place;
+      norm_row(row, place, next);
+      place = next;
     }
-    float squares = sum_of(n, [&](int64_t i) {
-      const F distance = sub(load(values_ + i), set1(mean));
-      return mul(distance, distance);
-    });
-    for (int64_t i = n / kWidth * kWidth; i < n; ++i) squares += (values_[i] - mean) * (values_[i] - mean);
-    const F variance = set1(squares / static_cast<float>(n) + call_.eps);
-    write(row, set1(mean), div(set1(1.0F), sqrt(variance)));
   }
 
  private:
-  void read(int64_t row) {
-    const RowsView &input = call_.input, &residual = call_.residual;
-    const int64_t from = row_offset(input, row), n = call_.columns;
-    if (residual.data == nullptr) {
-      for (int64_t i = 0; i < n; i += kWidth)
-        store_first(values_ + i, load_any(input.data, input.dtype, from + i, n - i), n - i);
-    } else {
-      const int64_t other = row_offset(residual, row);
-      for (int64_t i = 0; i < n; i += kWidth) {
-        const F x = load_any(input.data, input.dtype, from + i, n - i);
-        store_first(values_ + i, add(x, load_any(residual.data, residual.dtype, other + i, n - i)), n - i);
-      }
-    }
-    if (call_.sum == nullptr) return;
-    for (int64_t i = 0; i < n; i += kWidth) {
-      store_any(call_.sum, input.dtype, row * n + i, load_first(values_ + i, n - i), n - i);
-    }
+  const float* as_floats(const ColumnVector& vector, float offset, float* to) const {
+    if (vector.data == nullptr) return nullptr;
+    if (vector.dtype == DType::f32 && offset == 0.0F) return static_cast<const float*>(vector.data);
+    for_each_vector(call_.columns, [&](int64_t i, int64_t count) {
+      store_first(to + i, add(load_any(vector.data, vector.dtype, i, count), set1(offset)), count);
+    });
+    return to;
   }
 
-  void write(int64_t row, F mean, F scale) {
-    const int64_t n = call_.columns;
-    const ColumnVector &weight = call_.weight, &bias = call_.bias;
-    const F offset = set1(call_.weight_offset);
-    for (int64_t i = 0; i < n; i += kWidth) {
-      F y = mul(sub(load_first(values_ + i, n - i), mean), scale);
-      if (weight.data != nullptr) y = mul(y, add(load_any(weight.data, weight.dtype, i, n - i), offset));
-      if (bias.data != nullptr) y = add(y, load_any(bias.data, bias.dtype, i, n - i));
-      store_any(call_.out, call_.out_dtype, row * n + i, y, n - i);
-    }
+  // Where the inputs of a row are.
+  struct Place {
+    const uint8_t *input, *residual;
+  };
+  Place place_of(int64_t row) const { return {row_of(call_.input, row), row_of(call_.residual, row)}; }
+
+  static const uint8_t* row_of(const RowsView& view, int64_t row) {
+    if (view.data == nullptr) return nullptr;
+    // Most views have one stride, and a 64-bit division costs as much as the norm of a hundred values.
+    const int64_t outer = row < view.inner_rows ? 0 : row / view.inner_rows;
+    const int64_t offset = outer * view.outer_stride + (row - outer * view.inner_rows) * view.row_stride;
+    return static_cast<const uint8_t*>(view.data) + offset * dtype_size(view.dtype);
   }
+
+  void norm_row(int64_t row, const Place& place, const Place& next) {
+    const int64_t n = call_.columns, input_size = dtype_size(call_.input.dtype);
+    RowInput from{place.input, place.residual, values_, nullptr};
+    if (call_.sum != nullptr) from.sum = static_cast<uint8_t*>(call_.sum) + row * n * input_size;
+    const float* values = values_;
+    if (call_.input.dtype == DType::f32 && from.sum != nullptr) {
+      values = from.values = static_cast<float*>(from.sum);
+      from.sum = nullptr;
+    } else if (call_.input.dtype == DType::f32 && from.residual == nullptr) {
+      values = static_cast<const float*>(from.input);
+      from.values = nullptr;
+    }
+    const float total = read_(from, n);
+    const float mean = call_.norm == Norm::layer_norm ? total / static_cast<float>(n) : 0.0F;
+    uint8_t* out = static_cast<uint8_t*>(call_.out) + row * n * dtype_size(call_.out_dtype);
+    const Ahead next_input = ahead(next.input, call_.input.dtype);
+    const Ahead next_residual = next.residual == nullptr ? next_input : ahead(next.residual, call_.residual.dtype);
+    const float variance =
+        squares_about(mean, values, next_input, ahead(out, call_.out_dtype), n) / static_cast<float>(n);
+    const float scale = 1.0F / __builtin_sqrtf(variance + call_.eps);
+    write_({values, weight_, bias_, out, mean, scale}, next_residual, n);
+  }
+
+  static Ahead ahead(const uint8_t* data, DType dtype) { return {data, kWidth * dtype_size(dtype)}; }
 
   const NormCall& call_;
+  ReadRow* read_;
+  WriteRow* write_;
   float* values_;
+  const float *weight_, *bias_;
 };
 
 void norm(const NormCall& call) {
   const int64_t wanted = (call.rows * call.columns + kValuesOfAThread - 1) / kValuesOfAThread;
   const auto threads = static_cast<int>(minimum<int64_t>(minimum<int64_t>(max_threads(), call.rows), wanted));
   parallel(threads, [&](int thread, int count) {
-    const Scratch values(static_cast<size_t>(call.columns) * sizeof(float));
-    RowNorm row_norm(call, values.as<float>());
-    const int64_t end = call.rows * (thread + 1) / count;
-    for (int64_t row = call.rows * thread / count; row < end; ++row) row_norm.run(row);
+    const Scratch scratch(static_cast<size_t>(call.columns) * 3 * sizeof(float));
+    RowNorm row_norm(call, scratch.as<float>());
+    row_norm.run(call.rows * thread / count, call.rows * (thread + 1) / count);
   });
 }
 

@@ -8,6 +8,8 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "rotary";
+constexpr const char* kHeads = "batch, heads, positions, depth";
+constexpr const char* kAngles = "batch, positions, rotated columns";
 constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
 
 void check_dims(const Checked& checked, int64_t dims, const char* names) {
@@ -22,7 +24,7 @@ void make_last_contiguous(Tensor* tensor) {
 
 RotatedHeads heads(const char* name, Tensor* tensor, RotaryCall* call) {
   const Checked checked{kOp, name, *tensor};
-  check_dims(checked, 4, "batch, heads, positions, depth");
+  check_dims(checked, 4, kHeads);
   checked.dtype({call->dtype});
   checked.shape({call->batch, tensor->size(1), call->positions, call->depth});
   make_last_contiguous(tensor);
@@ -31,22 +33,35 @@ RotatedHeads heads(const char* name, Tensor* tensor, RotaryCall* call) {
 
 Angles angles(const char* name, Tensor* tensor, const RotaryCall& call) {
   const Checked checked{kOp, name, *tensor};
-  check_dims(checked, 3, "batch, positions, depth");
+  check_dims(checked, 3, kAngles);
   const DType dtype = checked.dtype(kFloating);
   const int64_t batch = tensor->size(0) == 1 ? 1 : call.batch;
-  checked.shape({batch, call.positions, call.depth});
+  checked.shape({batch, call.positions, call.rotated});
   make_last_contiguous(tensor);
   return {tensor->data(), dtype, batch == 1 ? 0 : tensor->stride(0), tensor->stride(1)};
+}
+
+// How many columns are turned: as many as there are angles.
+int64_t rotated_columns(const Tensor& cos, int64_t depth) {
+  const Checked checked{kOp, "cos", cos};
+  check_dims(checked, 3, kAngles);
+  const int64_t rotated = cos.size(2);
+  if (rotated > depth || rotated % 2 != 0) {
+    checked.fail("expected an even number of rotated columns, at most the depth ", depth, ", got shape ",
+                 cos.shape_text());
+  }
+  return rotated;
 }
 
 void rotary(StableIValue* stack, uint64_t, uint64_t) {
   static Kernel<RotaryFn> kernel("rotary", "f32");
   Stack arguments(stack);
   Tensor query(arguments.tensor()), key(arguments.tensor()), cos(arguments.tensor()), sin(arguments.tensor());
+  const bool interleaved = arguments.boolean();
   check_no_gradient({{kOp, "query", query}, {kOp, "key", key}, {kOp, "cos", cos}, {kOp, "sin", sin}});
 
   const Checked checked{kOp, "query", query};
-  check_dims(checked, 4, "batch, heads, positions, depth");
+  check_dims(checked, 4, kHeads);
   RotaryCall call{};
   call.dtype = checked.dtype(kFloating);
   call.batch = query.size(0);
@@ -55,6 +70,8 @@ void rotary(StableIValue* stack, uint64_t, uint64_t) {
   if (call.depth % 2 != 0) checked.fail("expected an even depth, got shape ", query.shape_text());
   call.tensors[0] = heads("query", &query, &call);
   call.tensors[1] = heads("key", &key, &call);
+  call.rotated = rotated_columns(cos, call.depth);
+  call.interleaved = interleaved;
   call.cos = angles("cos", &cos, call);
   call.sin = angles("sin", &sin, call);
 
@@ -68,7 +85,9 @@ void rotary(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
-  library.def("rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query_out, Tensor key_out)");
+  library.def(
+      "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, *, bool interleaved=False) "
+      "-> (Tensor query_out, Tensor key_out)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("rotary", &rotary); }

@@ -6,7 +6,9 @@ from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
 
 
 @fake_of("rotary")
-def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _rotary(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     check("rotary", {"query": query, "key": key, "cos": cos, "sin": sin}, FLOATING)
     for name, tensor, dims in (("query", query, 4), ("key", key, 4), ("cos", cos, 3), ("sin", sin, 3)):
         if tensor.dim() != dims:
