@@ -50,6 +50,8 @@ SCHEMAS = {
     "-> (Tensor gate, Tensor up)",
     "linear_unpack_int8": "linear_unpack_int8(Tensor packed, int out_features, int in_features) "
     "-> (Tensor weight, Tensor scale, Tensor zero_point)",
+    "packed_rows": "packed_rows(Tensor packed, Tensor indices, int out_features, int in_features, ScalarType dtype) "
+    "-> Tensor",
     "qlinear": "qlinear(Tensor input, Tensor input_scale, Tensor? input_zero_point, Tensor packed, int out_features, "
     'Tensor? bias=None, *, str activation="none", float alpha=0., float beta=0., str binary="none", '
     "Tensor? other=None, bool activation_last=False, ScalarType out_dtype=6, float output_scale=1., "
@@ -179,6 +181,13 @@ def samples_linear_unpack_gated() -> Iterator[Call]:
 
 def samples_linear_unpack_int8() -> Iterator[Call]:
     yield (packed_int8(), N, K), {}
+
+
+def samples_packed_rows() -> Iterator[Call]:
+    for dtype in FLOATS:
+        yield (packed(dtype), torch.tensor([[3, N - 1, 0], [3, 31, 32]]), N, K, dtype), {}
+    yield (packed(), torch.tensor(7, dtype=torch.int32), N, K, torch.float32), {}
+    yield (packed(), torch.zeros(0, 2, dtype=torch.int64), N, K, torch.float32), {}
 
 
 def samples_of(op: str) -> list[Call]:
@@ -324,6 +333,18 @@ BAD_ROWS: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.rotary(HEADS, HEADS, ANGLES, HEADS), r"sin: expected \[batch, .*\], got shape"),
     (lambda: ops.rotary(HEADS[..., :7], HEADS, ANGLES, ANGLES), r"query: expected an even depth, got shape"),
 ]
+INDICES = torch.tensor([1, 2])
+BAD_PACKED_ROWS: list[tuple[Callable[[], object], str]] = [
+    (lambda: ops.packed_rows(X, INDICES, N, K, torch.float32), "packed: expected dtype uint8, got float32"),
+    (lambda: ops.packed_rows(packed_gated(), INDICES, N, K, torch.float32), "packed: .* got a gated pair"),
+    (lambda: ops.packed_rows(packed_int8(), INDICES, N, K, torch.float32), "dtype: expected int8, .* got float32"),
+    (lambda: ops.packed_rows(packed(), INDICES, N, K, torch.float64), "dtype: expected one of .* got float64"),
+    (lambda: ops.packed_rows(packed(), INDICES, N + 1, K, torch.float32), f"out_features: expected {N}, got {N + 1}"),
+    (lambda: ops.packed_rows(packed(), INDICES, N, K + 1, torch.float32), f"in_features: expected {K}, got {K + 1}"),
+    (lambda: ops.packed_rows(packed(), X, N, K, torch.float32), "indices: expected dtype int64 or int32, got float32"),
+    (lambda: ops.packed_rows(packed(), INDICES - 2, N, K, torch.float32), rf"indices: .* in \[0, {N}\), got -1"),
+    (lambda: ops.packed_rows(packed(), INDICES + N, N, K, torch.float32), rf"indices: .* got {N + 1}"),
+]
 PAIR_OF_PANELS = packed(n=2 * N)
 BAD_COLUMNS: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.linear(X, PAIR_OF_PANELS, 32, first_column=5), "first_column: expected a multiple of 32 .* got 5"),
@@ -350,7 +371,17 @@ BAD_PACK: list[tuple[Callable[[], object], str]] = [
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("call", "message"),
-    [*BAD_LINEAR, *BAD_GATED, *BAD_NORM, *BAD_QLINEAR, *BAD_ATTENTION, *BAD_ROWS, *BAD_COLUMNS, *BAD_PACK],
+    [
+        *BAD_LINEAR,
+        *BAD_GATED,
+        *BAD_NORM,
+        *BAD_QLINEAR,
+        *BAD_ATTENTION,
+        *BAD_ROWS,
+        *BAD_COLUMNS,
+        *BAD_PACKED_ROWS,
+        *BAD_PACK,
+    ],
 )
 def test_bad_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(RuntimeError, match=f"xopt::[a-z_0-9]+: {message}"):

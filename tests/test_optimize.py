@@ -449,7 +449,8 @@ def test_report_counts() -> None:
     report = xopt.report(xopt.optimize(tagger(), dtype=torch.bfloat16))
     by_path = {entry.path: entry for entry in report.entries}
     assert by_path["inner.0"].detail == "packed as bfloat16"
-    assert by_path["words"].detail == "cast to bfloat16"
+    assert by_path["head"].detail == "packed as bfloat16"
+    assert by_path["words"].detail == "reads the packed weight of the linear layer that it shares it with"
     assert not by_path["norm"].optimized
     assert '"path": "inner.0"' in report.to_json()
     assert 0.0 < report.optimized_linear_share <= 1.0

@@ -129,6 +129,7 @@ void select_epilogue(const GemmCall& call, EpilogueFn** chosen) {
     XOPT_ACTIVATION(tanh)
     XOPT_ACTIVATION(hardswish)
     XOPT_ACTIVATION(hardsigmoid)
+    XOPT_ACTIVATION(quick_gelu)
     XOPT_ACTIVATION(leaky_relu)
     XOPT_ACTIVATION(clamp)
 #undef XOPT_ACTIVATION

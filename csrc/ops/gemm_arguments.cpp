@@ -23,6 +23,7 @@ constexpr NamedValue<Activation> kActivations[] = {
     {"tanh", Activation::tanh},
     {"hardswish", Activation::hardswish},
     {"hardsigmoid", Activation::hardsigmoid},
+    {"quick_gelu", Activation::quick_gelu},
     {"leaky_relu", Activation::leaky_relu},
     {"clamp", Activation::clamp},
 };

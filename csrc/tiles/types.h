@@ -22,6 +22,7 @@ enum class Activation : uint8_t {
   tanh,
   hardswish,
   hardsigmoid,
+  quick_gelu,  // x * sigmoid(1.702 x)
   leaky_relu,  // alpha: the slope below zero
   clamp,       // alpha: lower bound, beta: upper bound
 };

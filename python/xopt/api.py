@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping
@@ -63,9 +64,10 @@ def optimize(
     config = _read_options(options, config or Config())
     _check_arguments(model, dtype, level)
     sample = _call_arguments(sample_input)
+    _integrations()
     if not inplace:
         model = _copy(model, dtype, level, config)
-    context = Context(dtype)
+    context = Context(dtype, config)
     source_dtype = _floating_dtype(model)
     decisions = make_plan(model, config, context)
     if model.training:
@@ -88,13 +90,17 @@ def optimize(
     return model
 
 
+def _integrations() -> list[Any]:
+    """Those of libraries that are in use; importing one lets it bring replacements of its own."""
+    return [importlib.import_module(f"xopt.integrations.{name}") for name in ("transformers",) if name in sys.modules]
+
+
 def _make_blocks(
     model: nn.Module, config: Config, inside: torch.dtype | None, source_dtype: torch.dtype | None
 ) -> None:
-    if config.fuse_attention and "transformers" in sys.modules:
-        from xopt.integrations import transformers
-
-        transformers.adopt(model)
+    if config.fuse_attention:
+        for integration in _integrations():
+            integration.adopt(model)
     for part in list(model.modules()):
         if part is not model:
             make_block(part, config)

@@ -45,11 +45,14 @@ OpaqueRule = Callable[..., Any]
 opaque_rules: dict[tuple[type, str], OpaqueRule] = {}
 
 _CONSTANT_ATTRIBUTES = frozenset(
-    {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta"}
+    {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested"}
 )
 _CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_complex", "element_size"})
+_CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point)
 # These produce a tensor that nothing else refers to, so what is done to it in place can as well make a new one.
-_FRESH = frozenset({"linear", "matmul", "add", "mul", "sub", "layer_norm", "conv2d", "conv1d", "bmm", "cat"})
+_FRESH = frozenset(
+    {"linear", "matmul", "add", "mul", "sub", "layer_norm", "conv2d", "conv1d", "bmm", "cat", "zeros_like"}
+)
 
 
 class _Isinstance(threading.local):
@@ -270,6 +273,8 @@ class Recorder:
     # ---- What forwards lead to ---------------------------------------------------------------------------------------
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function in _CONSTANT_FUNCTIONS:
+            return function(*self.examples(args))
         if kwargs.get("inplace") is True:
             return self.in_place(function, *args, **{**kwargs, "inplace": False})
         with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -26,6 +26,7 @@ from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 _log = logging.getLogger("xopt")
 
 PROGRAMS = "_xopt_programs"
+_TORCHS_OWN = (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _MOST_MODULES = 64  # a block is small: a whole model as one program would be made anew for each change inside
 _MOST_PROGRAMS = 16
 _MOST_FAILURES = 16
@@ -167,7 +168,7 @@ def can_be_block(module: nn.Module) -> bool:
     kind = type(module)
     if issubclass(kind, (Replacement, Block, torch.jit.ScriptModule)) or "forward" in module.__dict__:
         return False
-    if kind.__module__.startswith("torch.") and kind is not nn.Sequential:
+    if kind.__module__.startswith("torch.") and kind not in _TORCHS_OWN:
         return False
     if not module._modules and not module._parameters:
         return False
