@@ -65,6 +65,7 @@ void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin
     for (int64_t v = 0; v < strip.columns; v += kWidth) {
       const int64_t count = strip.columns - v;
       F x = dequantise<Acc>(call, strip, row, v);
+      if (e.scale.data != nullptr) x = mul(x, load_any(e.scale.data, e.scale.dtype, strip.column + v, count));
       if (e.bias.data != nullptr) x = add(x, load_any(e.bias.data, e.bias.dtype, strip.column + v, count));
       if (e.binary == Binary::none) {
         x = activate<A>(x, alpha, beta);
