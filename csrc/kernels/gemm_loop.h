@@ -72,16 +72,19 @@ class GemmThread {
 
   void compute(Range rows, Range panels) {
     [[maybe_unused]] const typename Block::Scope scope;
+    all_rows_ = rows;
     last_panel_ = panels.end;
-    const int64_t chunk_blocks = minimum(plan_.chunk_blocks, rows.size());
+    weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
+    keep_copies_ = Block::kBackground || weights_stay_;
+    const int64_t chunk_blocks = weights_stay_ ? 1 : minimum(plan_.chunk_blocks, rows.size());
     const int64_t chunk_panels = rows.size() == 1 ? 1 : plan_.chunk_panels;
-    pass_k_blocks_ = rows.size() == 1 ? plan_.k_blocks : plan_.pass_k_blocks;
+    pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
     strip_bytes_ = chunk_panels * kAccBytes;
     // Strips of all row blocks if sums have to wait for another pass, else two in turns; two at least, because the
     // deferred epilogue reads one while the next is computed.
     const int64_t strips = maximum<int64_t>(2, pass_k_blocks_ < plan_.k_blocks ? chunk_blocks : 0);
     const Scratch acc(static_cast<size_t>(strips * strip_bytes_));
-    const Scratch a(static_cast<size_t>(chunk_blocks * plan_.k_blocks * kBlockBytes));
+    const Scratch a(static_cast<size_t>((keep_copies_ ? chunk_blocks * plan_.k_blocks : 1) * kBlockBytes));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     acc_ = acc.as<uint8_t>();
     a_ = a.as<uint8_t>();
@@ -92,7 +95,7 @@ class GemmThread {
       for (int64_t panel = panels.begin; panel < panels.end; panel += chunk_panels) {
         panels_ = {panel, minimum(panel + chunk_panels, panels.end)};
         panel_chunk();
-        copied_ = true;
+        copied_ = keep_copies_;
       }
       background_.finish_epilogue();  // before row sums and the copy of A are overwritten
     }
@@ -125,7 +128,8 @@ class GemmThread {
 
   // The next k block of the pass, or the next row block's first, or the next pass's; false at the end.
   bool advance(Place* place) const {
-    const int64_t pass = place->kb / pass_k_blocks_ * pass_k_blocks_;
+    // A division costs as much as a short product.
+    const int64_t pass = pass_k_blocks_ == plan_.k_blocks ? 0 : place->kb / pass_k_blocks_ * pass_k_blocks_;
     if (++place->kb < minimum(pass + pass_k_blocks_, plan_.k_blocks)) return true;
     if (++place->rb < rows_.end) {
       place->kb = pass;
@@ -150,7 +154,9 @@ class GemmThread {
                            panels_.size() * plan_.k_block_tiles);
   }
 
-  uint8_t* a_copy(Place place) const { return a_ + (place.kb * rows_.size() + place.rb - rows_.begin) * kBlockBytes; }
+  uint8_t* a_copy(Place place) const {
+    return keep_copies_ ? a_ + (place.kb * rows_.size() + place.rb - rows_.begin) * kBlockBytes : a_;
+  }
 
   const uint8_t* weights(int64_t panel, int64_t kb) const {
     return w_.panel_data + panel * w_.panel_bytes + kb * plan_.k_block_tiles * 2 * kTileBytes;
@@ -202,6 +208,7 @@ class GemmThread {
   // The weights wanted after these, each row block its share: the panel's next k block and after the last the next
   // chunk's first, or, where a row block goes through all k blocks of a chunk, the same k block of the next chunk.
   void prefetch_weights(Place place, int64_t panel, const BlockCall& block) {
+    if (weights_stay_ && place.rb > all_rows_.begin) return;
     const int64_t slice = block.k_tiles * 2 * kTileBytes;
     const bool one_block = rows_.size() == 1 && panels_.size() == 1;
     const bool k_by_k = pass_k_blocks_ < plan_.k_blocks || one_block;
@@ -217,9 +224,16 @@ class GemmThread {
   }
 
   // Rows of the block after the one whose copy is under way, a share for each panel; a k step of them is a line or two.
+  // Where copies are not made in between, the rows of the next block, all with the first panel.
   void prefetch_a(Place place, int64_t panel) {
-    if (!advance(&place) || (Block::kBackground && !advance(&place))) return;
-    const Range rows = share(plan_.rows_of(place.rb, call_.m), panels_.size(), panel - panels_.begin);
+    const int64_t shares = Block::kBackground ? panels_.size() : 1;
+    if (panel - panels_.begin >= shares) return;
+    if (weights_stay_) {
+      if (++place.rb == all_rows_.end) return;
+    } else if (!advance(&place) || (Block::kBackground && !advance(&place))) {
+      return;
+    }
+    const Range rows = share(plan_.rows_of(place.rb, call_.m), shares, panel - panels_.begin);
     if (rows.size() == 0) return;
     const Prefetch prefetch =
         view_.prefetch(place.rb * plan_.block_rows + rows.begin, place.kb * plan_.k_block_tiles * Block::kTileK,
@@ -250,8 +264,11 @@ class GemmThread {
   int32_t* row_sums_ = nullptr;
   int64_t strip_bytes_ = 0, turn_ = 0;
   int64_t last_panel_ = 0, pass_k_blocks_ = 1;
+  Range all_rows_{};
   Range rows_{}, panels_{};  // the chunk
-  bool copied_ = false;      // the chunk's copy of A is complete
+  bool weights_stay_ = false;
+  bool keep_copies_ = true;
+  bool copied_ = false;  // the chunk's copy of A is complete
 };
 
 template <class Block>

@@ -21,6 +21,7 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.packed_parameter import PackedParameter, Place
+from xopt.modules.packed_weight import PackedWeight
 from xopt.modules.pattern import step
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,10 +35,10 @@ def place_of(weight: Any) -> Place | None:
     if type(weight) is not PackedParameter:
         return None
     place = weight.place
-    return place if place.in_pair is None else None
+    return place if place.in_pair is None and place.groups is None else None
 
 
-class PackedLinear(Replacement, nn.Linear):
+class PackedLinear(PackedWeight, Replacement, nn.Linear):
     """Computes with its packed weight wherever it can: on CPU tensors that want no gradient. A weight that somebody
     put in the packed one's place (functional_call, an assignment) is used as torch would use it."""
 
@@ -96,65 +97,39 @@ class PackedLinear(Replacement, nn.Linear):
             bias = None if bias is None else bias.to(input.dtype)
         return functional.linear(input, weight, bias)
 
-    # ---- The weight that others see ----------------------------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = self._parameters["weight"]
-        if type(weight) is PackedParameter:
-            plain = weight.unpack()
-            destination[prefix + "weight"] = nn.Parameter(plain, requires_grad=False) if keep_vars else plain
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        packed = self._parameters["weight"]
-        if type(packed) is not PackedParameter or prefix + "weight" not in state_dict:
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-            return
-        # torch fills a plain parameter, with all its checks and messages; that one is packed.
-        plain = nn.Parameter(torch.full(packed.shape, torch.nan, dtype=packed.dtype), requires_grad=False)
-        self._parameters["weight"] = plain
-        try:
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-            loaded = self._parameters["weight"]
-        finally:
-            self._parameters["weight"] = packed
-        given = state_dict[prefix + "weight"]
-        if loaded is not None and isinstance(given, torch.Tensor) and given.shape == packed.shape:
-            packed.assign(loaded)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        packed = self._parameters["weight"]
-        if type(packed) is not PackedParameter:
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        before = packed.unpack()
-        after = fn(before)
-        self._parameters["weight"] = None
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._parameters["weight"] = packed
-        if after.dtype == before.dtype and after.device == before.device:
-            return self
-        if packed.successor is None:
-            can_pack = after.device.type == "cpu" and after.dtype in _FLOATING
-            packed.successor = (
-                PackedParameter.pack(after, after.dtype) if can_pack else nn.Parameter(after, requires_grad=False)
-            )
-        self._parameters["weight"] = packed.successor
-        return self
-
 
 def _label(kwargs: dict[str, Any]) -> str:
+    fused = fused_names(kwargs)
+    return "+".join(["linear", *fused]) if fused else ""
+
+
+def fused_names(kwargs: dict[str, Any]) -> list[str]:
+    """What a step does to its sums, in order."""
     after = [kwargs.get("activation", "none"), kwargs.get("binary", "none")]
     if kwargs.get("activation_last"):
         after.reverse()
-    fused = [name for name in after if name != "none"]
-    return "+".join(["linear", *fused]) if fused else ""
+    return [name for name in after if name != "none"]
 
 
 def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedLinear) -> bool:
     """Whether a tensor has the shape of a product, which it had when the graph was recorded."""
     return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == module.out_features
+
+
+def finished(
+    result: torch.Tensor,
+    activation: str,
+    alpha: float,
+    beta: float,
+    binary: str,
+    other: torch.Tensor | None,
+    activation_last: bool,
+) -> torch.Tensor:
+    """What follows a product, by torch."""
+    if activation_last and other is not None:
+        return ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
+    result = ACTIVATIONS[activation](result, alpha, beta)
+    return result if other is None else BINARY[binary](result, other)  # type: ignore[no-any-return]
 
 
 @step(_label)
@@ -173,12 +148,7 @@ def linear(
     """The step of a recorded graph that calls the module; patterns hand it what follows."""
     place = place_of(module._parameters["weight"])
     if place is None or (other is not None and not is_output_like(other, input, module)):
-        result: torch.Tensor = module(input)
-        if activation_last and other is not None:
-            result = ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
-        else:
-            result = ACTIVATIONS[activation](result, alpha, beta)
-            result = result if other is None else BINARY[binary](result, other)
+        result = finished(module(input), activation, alpha, beta, binary, other, activation_last)
         return result if out_dtype is None else result.to(out_dtype)
     return _linear(  # type: ignore[no-any-return]
         input,
