@@ -46,7 +46,8 @@ def as_in_nano_gpt(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def scaled_query(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.matmul((q * DEPTH**-0.5 @ k.mT).softmax(-1), v)
+    scores: Tensor = q * DEPTH**-0.5 @ k.mT
+    return torch.matmul(scores.softmax(-1), v)
 
 
 def divided_and_in_fp32(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -68,7 +69,8 @@ def two_masks(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Ten
 
 def three_dimensions(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     weights = torch.softmax(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) + mask[:, 0], -1)
-    return torch.bmm(weights, v.flatten(0, 1)).unflatten(0, (-1, HEADS))
+    attended: Tensor = torch.bmm(weights, v.flatten(0, 1))
+    return attended.view(-1, HEADS, *attended.shape[1:])
 
 
 def weights_are_returned(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:

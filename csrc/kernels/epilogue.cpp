@@ -55,29 +55,38 @@ XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueStrip& strip, int64
   }
 }
 
+// What becomes of a sum. `count` columns from `v` of the strip on; a constant one leaves no trace of the tail.
+template <Activation A, Out O>
+XOPT_INLINE void finish(const Epilogue& e, F x, int64_t column, int64_t other, int64_t out, int64_t count) {
+  const F alpha = set1(e.alpha), beta = set1(e.beta);
+  if (e.scale.data != nullptr) x = mul(x, load_any(e.scale.data, e.scale.dtype, column, count));
+  if (e.bias.data != nullptr) x = add(x, load_any(e.bias.data, e.bias.dtype, column, count));
+  if (e.binary == Binary::none) {
+    x = activate<A>(x, alpha, beta);
+  } else {
+    const F y = load_any(e.other, e.other_dtype, other, count);
+    if (e.activation_last) {
+      x = activate<A>(combine(e.binary, x, y), alpha, beta);
+    } else {
+      x = combine(e.binary, activate<A>(x, alpha, beta), y);
+    }
+  }
+  store_out<O>(e, out, x, count);
+}
+
 template <class Acc, Activation A, Out O>
 void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
-  const F alpha = set1(e.alpha), beta = set1(e.beta);
+  const int64_t whole = strip.columns / kWidth * kWidth;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
-    const int64_t other_row = (strip.row + row) * e.other_row_stride + strip.column;
-    for (int64_t v = 0; v < strip.columns; v += kWidth) {
-      const int64_t count = strip.columns - v;
-      F x = dequantise<Acc>(call, strip, row, v);
-      if (e.bias.data != nullptr) x = add(x, load_any(e.bias.data, e.bias.dtype, strip.column + v, count));
-      if (e.binary == Binary::none) {
-        x = activate<A>(x, alpha, beta);
-      } else {
-        const F other = load_any(e.other, e.other_dtype, other_row + v, count);
-        if (e.activation_last) {
-          x = activate<A>(combine(e.binary, x, other), alpha, beta);
-        } else {
-          x = combine(e.binary, activate<A>(x, alpha, beta), other);
-        }
-      }
-      store_out<O>(e, out + v, x, count);
+    const int64_t other = (strip.row + row) * e.other_row_stride + strip.column;
+    for (int64_t v = 0; v < whole; v += kWidth) {
+      finish<A, O>(e, dequantise<Acc>(call, strip, row, v), strip.column + v, other + v, out + v, kWidth);
     }
+    if (whole == strip.columns) continue;
+    const F x = dequantise<Acc>(call, strip, row, whole);
+    finish<A, O>(e, x, strip.column + whole, other + whole, out + whole, strip.columns - whole);
   }
 }
 

@@ -47,6 +47,7 @@ struct GemmPlan {
   int64_t block_rows, row_blocks;
   int64_t k_block_tiles, k_blocks;
   int64_t chunk_blocks, chunk_panels;  // of a chunk: row blocks, panels
+  int64_t most_resident;               // bytes of weights that stay in L2 beside all else
   int64_t pass_k_blocks;               // k blocks that a row block goes through before the next has its turn
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
@@ -55,6 +56,7 @@ struct GemmPlan {
   // copy of A and the sums of its rows.
   void choose_chunks(int64_t panel_bytes) {
     const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
+    most_resident = l2 / 2;
     if (panel_bytes * kOnePassPanels <= l2 / 4) {
       // All of K fits: a row block is finished before the next begins, and its sums never leave L1.
       chunk_panels = kOnePassPanels;

@@ -62,7 +62,10 @@ _CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_com
 _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point)
 # These produce a tensor that nothing else refers to, so what is done to it in place can as well make a new one.
 _FRESH = frozenset(
-    {"linear", "matmul", "add", "mul", "sub", "layer_norm", "conv2d", "conv1d", "bmm", "cat", "zeros_like"}
+    {
+        *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
+        *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
+    }
 )
 
 
@@ -241,7 +244,14 @@ class _Method:
         if name.endswith("_") and not name.endswith("__"):
             return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
+            try:
+                example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
+            except RuntimeError:
+                if name != "view":
+                    raise
+                # Its source was a view of what an optimized convolution has left in another layout.
+                name = "reshape"
+                example = symbol._example.reshape(*recorder.examples(args), **recorder.examples(kwargs))
         return recorder.record("call_method", name, (symbol, *args), kwargs, example)
 
 

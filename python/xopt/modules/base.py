@@ -37,7 +37,9 @@ class Context:
         """The packed parameter, one for all who share this one."""
         packed = self.replaced.get(id(weight))
         if not isinstance(packed, PackedParameter):
-            packed = self.replaced[id(weight)] = PackedParameter.pack(weight, self.target(weight), transposed)
+            packed = self.replaced[id(weight)] = PackedParameter.pack(
+                weight, self.target(weight), transposed=transposed
+            )
         return packed
 
 

@@ -32,7 +32,7 @@ def place_of(weight: Any) -> Place | None:
     if type(weight) is not PackedParameter:
         return None
     place = weight.place
-    return place if place.in_pair is None else None
+    return place if place.in_pair is None and place.groups is None else None
 
 
 class PackedProduct(PackedState):
@@ -110,16 +110,37 @@ def product_problem(module: Any) -> str | None:
 
 
 def _label(kwargs: dict[str, Any]) -> str:
+    fused = fused_names(kwargs)
+    return "+".join(["linear", *fused]) if fused else ""
+
+
+def fused_names(kwargs: dict[str, Any]) -> list[str]:
+    """What a step does to its sums, in order."""
     after = [kwargs.get("activation", "none"), kwargs.get("binary", "none")]
     if kwargs.get("activation_last"):
         after.reverse()
-    fused = [name for name in after if name != "none"]
-    return "+".join(["linear", *fused]) if fused else ""
+    return [name for name in after if name != "none"]
 
 
 def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedProduct) -> bool:
     """Whether a tensor has the shape of a product, which it had when the graph was recorded."""
     return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == module.out_features
+
+
+def finished(
+    result: torch.Tensor,
+    activation: str,
+    alpha: float,
+    beta: float,
+    binary: str,
+    other: torch.Tensor | None,
+    activation_last: bool,
+) -> torch.Tensor:
+    """What follows a product, by torch."""
+    if activation_last and other is not None:
+        return ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
+    result = ACTIVATIONS[activation](result, alpha, beta)
+    return result if other is None else BINARY[binary](result, other)
 
 
 @step(_label)
@@ -138,12 +159,7 @@ def linear(
     """The step of a recorded graph that calls the module; patterns hand it what follows."""
     place = place_of(module._parameters["weight"])
     if place is None or (other is not None and not is_output_like(other, input, module)):
-        result: torch.Tensor = module(input)
-        if activation_last and other is not None:
-            result = ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
-        else:
-            result = ACTIVATIONS[activation](result, alpha, beta)
-            result = result if other is None else BINARY[binary](result, other)
+        result = finished(module(input), activation, alpha, beta, binary, other, activation_last)
         return result if out_dtype is None else result.to(out_dtype)
     return _linear(  # type: ignore[no-any-return]
         input,

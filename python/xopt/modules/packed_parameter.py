@@ -26,13 +26,15 @@ class Place(NamedTuple):
     """Where a weight lies. One value, so that a thread that uses it never sees half of a move."""
 
     packed: Tensor
-    """What `torch.ops.xopt.linear` takes. It may hold several weights, packed as one."""
+    """What `torch.ops.xopt.linear` or `conv` takes. It may hold several weights of linear layers, packed as one."""
     features: int
     """The output features in it: those of all its weights, or of one of a gated pair."""
     first_column: int = 0
     """Where this weight begins in it."""
     in_pair: int | None = None
     """Which of the two weights of a gated pair it is, for `torch.ops.xopt.linear_gated`; None: no such pair."""
+    groups: int | None = None
+    """The groups of a convolution, whose weight it is; None: a linear layer's."""
 
 
 class PackedParameter(nn.Parameter):
@@ -71,10 +73,12 @@ class PackedParameter(nn.Parameter):
         return self.shape[0 if self.transposed else 1]
 
     @classmethod
-    def pack(cls, weight: Tensor, dtype: torch.dtype, transposed: bool = False) -> PackedParameter:
-        with torch.no_grad():
-            packed = torch.ops.xopt.linear_pack(_rows(weight.detach(), transposed), dtype=dtype)
-        return cls(Place(packed, weight.shape[1 if transposed else 0]), weight.shape, dtype, transposed)
+    def pack(
+        cls, weight: Tensor, dtype: torch.dtype, *, transposed: bool = False, groups: int | None = None
+    ) -> PackedParameter:
+        features = weight.shape[1 if transposed else 0]
+        place = Place(_pack(_rows(weight, transposed), dtype, groups), features, groups=groups)
+        return cls(place, weight.shape, dtype, transposed)
 
     def unpack(self) -> Tensor:
         """The logical weight. While a copy is in use, the same one is given out, so that tied weights stay tied."""
@@ -90,9 +94,11 @@ class PackedParameter(nn.Parameter):
         return values.t().contiguous() if self.transposed else values
 
     def _unpack_rows(self) -> Tensor:
-        rows, columns = self.out_features, self.in_features
-        packed, features, first_column, in_pair = self.place
+        packed, features, first_column, in_pair, groups = self.place
         with torch.no_grad():
+            if groups is not None:
+                return torch.ops.xopt.conv_unpack(packed, self.shape, groups, self.dtype)  # type: ignore[no-any-return]
+            rows, columns = self.out_features, self.in_features
             if in_pair is not None:
                 pair = torch.ops.xopt.linear_unpack_gated(packed, rows, columns, self.dtype)
                 return pair[in_pair]  # type: ignore[no-any-return]
@@ -107,8 +113,7 @@ class PackedParameter(nn.Parameter):
 
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
-        with torch.no_grad():
-            packed = torch.ops.xopt.linear_pack(_rows(weight.detach(), self.transposed), dtype=self.dtype)
+        packed = _pack(_rows(weight, self.transposed), self.dtype, self.place.groups)
         if self.is_packed_alone:
             self.packed.copy_(packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
@@ -164,6 +169,13 @@ class PackedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedParameter({self.unpack()!r})"
+
+
+def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None) -> Tensor:
+    with torch.no_grad():
+        if groups is None:
+            return torch.ops.xopt.linear_pack(weight.detach(), dtype=dtype)  # type: ignore[no-any-return]
+        return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
 
 
 # ---- Several weights in one ------------------------------------------------------------------------------------------

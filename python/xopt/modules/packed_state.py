@@ -57,12 +57,12 @@ class PackedState(nn.Module):
             if moved.dtype == packed.dtype and moved.device == before[name].device:
                 continue
             if packed.successor is None:
-                packed.successor = _repacked(moved, packed.transposed)
+                packed.successor = _repacked(moved, packed)
             self._parameters[name] = packed.successor
         return self
 
 
-def _repacked(values: torch.Tensor, transposed: bool) -> nn.Parameter:
+def _repacked(values: torch.Tensor, before: PackedParameter) -> nn.Parameter:
     if values.device.type == "cpu" and values.dtype in FLOATING:
-        return PackedParameter.pack(values, values.dtype, transposed)
+        return PackedParameter.pack(values, values.dtype, transposed=before.transposed, groups=before.place.groups)
     return nn.Parameter(values, requires_grad=False)
