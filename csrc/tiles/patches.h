@@ -46,7 +46,8 @@ class Patches {
         if (d < 0 || d >= v.in[0] || h < 0 || h >= v.in[1]) {
           zero<Block>(length, to);
         } else {
-          const uint8_t* line = image_ + (d * v.in_stride[0] + h * v.in_stride[1] + in_[2] * v.in_stride[2]) * view_->size_;
+          const uint8_t* line =
+              image_ + (d * v.in_stride[0] + h * v.in_stride[1] + in_[2] * v.in_stride[2]) * view_->size_;
           copy_line<Block>(line, from, from + length, to);
         }
         to += length;
@@ -114,8 +115,8 @@ class Patches {
 
     const Patches* view_ = nullptr;
     const uint8_t* image_ = nullptr;
-    int64_t out_[3] = {0, 0, 0};  // the output position
-    int64_t in_[3] = {0, 0, 0};   // where the kernel begins, which may be outside
+    int64_t out_[3] = {0, 0, 0};                              // the output position
+    int64_t in_[3] = {0, 0, 0};                               // where the kernel begins, which may be outside
     int64_t first_ = 0, first_depth_ = 0, first_height_ = 0;  // where k begins: element of which line of the kernel
     int64_t inside_begin_ = 0, inside_end_ = 0;               // the elements of a line that lie in the image
   };
