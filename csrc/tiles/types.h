@@ -48,9 +48,9 @@ struct PatchesView {
   int64_t channels = 0;
   int64_t in[3] = {1, 1, 1}, out[3] = {1, 1, 1}, kernel[3] = {1, 1, 1};
   int64_t stride[3] = {1, 1, 1}, dilation[3] = {1, 1, 1};
-  int64_t padding[3] = {0, 0, 0};       // before the first element; that after the last follows from `out`
-  int64_t image_stride = 0;             // elements
-  int64_t in_stride[3] = {0, 0, 0};     // elements
+  int64_t padding[3] = {0, 0, 0};    // before the first element; that after the last follows from `out`
+  int64_t image_stride = 0;          // elements
+  int64_t in_stride[3] = {0, 0, 0};  // elements
 };
 
 }  // namespace xopt

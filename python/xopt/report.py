@@ -61,7 +61,9 @@ class Report:
         """Of the weights of all linear layers, each of which takes part in one multiply-add a row, those on xopt's
         kernels. Products that have no weight (attention) and convolutions are not counted."""
         packed = [entry for entry in self.entries if entry.detail.startswith("packed") and "Conv" not in entry.kind]
-        return _packed_share([*packed, *(entry for entry in self.entries if entry not in packed and "Linear" in entry.kind)])
+        return _packed_share(
+            [*packed, *(entry for entry in self.entries if entry not in packed and "Linear" in entry.kind)]
+        )
 
     @property
     def optimized_conv_share(self) -> float:
@@ -105,7 +107,10 @@ class Report:
         text = io.StringIO()
         console = Console(file=text, width=120)
         console.print(self.table())
-        for kind, share in (("linear layers", self.optimized_linear_share), ("convolutions", self.optimized_conv_share)):
+        for kind, share in (
+            ("linear layers", self.optimized_linear_share),
+            ("convolutions", self.optimized_conv_share),
+        ):
             if share or kind == "linear layers":
                 console.print(f"{share:.1%} of the {kind}' weights run on xopt's kernels.")
         if self.fusions:

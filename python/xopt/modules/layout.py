@@ -37,7 +37,9 @@ class Layout:
     def __init__(self, dims: frozenset[int]) -> None:
         self._dims = dims
 
-    def call(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """`forward(module, args, kwargs)` with images in another layout."""
         if not self._dims or torch.compiler.is_compiling() or torch._C._is_tracing():
             return forward(module, args, kwargs)
@@ -52,7 +54,9 @@ class Layout:
             if _VIEW_ERROR not in str(error):
                 raise
             self._dims = frozenset()
-            _log.info("%s: computes in the layout of its input, since it takes a view of an image", type(module).__name__)
+            _log.info(
+                "%s: computes in the layout of its input, since it takes a view of an image", type(module).__name__
+            )
             return forward(module, args, kwargs)
         return self._contiguous(result)
 
