@@ -59,8 +59,13 @@ XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueStrip& strip, int64
 template <Activation A, Out O>
 XOPT_INLINE void finish(const Epilogue& e, F x, int64_t column, int64_t other, int64_t out, int64_t count) {
   const F alpha = set1(e.alpha), beta = set1(e.beta);
-  if (e.scale.data != nullptr) x = mul(x, load_any(e.scale.data, e.scale.dtype, column, count));
-  if (e.bias.data != nullptr) x = add(x, load_any(e.bias.data, e.bias.dtype, column, count));
+  if (e.scale.data != nullptr) {
+    // A scale alone is rare, and a sum that is not rounded before is the more exact.
+    const F bias = e.bias.data == nullptr ? set1(0.0F) : load_any(e.bias.data, e.bias.dtype, column, count);
+    x = fma(x, load_any(e.scale.data, e.scale.dtype, column, count), bias);
+  } else if (e.bias.data != nullptr) {
+    x = add(x, load_any(e.bias.data, e.bias.dtype, column, count));
+  }
   if (e.binary == Binary::none) {
     x = activate<A>(x, alpha, beta);
   } else {
