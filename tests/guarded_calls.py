@@ -181,7 +181,7 @@ def conv_calls(
         pixels = torch.randn(2, size + 7, size, channels).to(dtype)
         geometry = {"stride": [stride] * 2, "padding": [padding] * 4, "dilation": [1, 1], "groups": groups}
         vectors = torch.randn(2, total).to(dtype)
-        (packed,) = caller.call(f"conv_pack {where}", ops.conv_pack, weight, groups, dtype=packed_dtype)
+        (packed,) = caller.call(f"conv_pack {where}", ops.conv_pack, weight, groups=groups, dtype=packed_dtype)
 
         def unpack(packed: Tensor, size: torch.Size = weight.shape, groups: int = groups) -> object:
             return ops.conv_unpack(packed, size, groups, packed_dtype)

@@ -331,7 +331,8 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, groups: int = 1,
     dims = weight.dim() - 2
     geometry: dict[str, Any] = {"stride": [1] * dims, "padding": [0] * (2 * dims), "dilation": [1] * dims}
     packed = ops.conv_pack(weight, groups, dtype=weight.dtype)
-    result: Tensor = ops.conv(x, packed, weight.shape, bias, groups=groups, **(geometry | options))
+    size = options.pop("weight_size", weight.shape)
+    result: Tensor = ops.conv(x, packed, size, bias, groups=groups, **(geometry | options))
     return result
 
 
@@ -343,8 +344,8 @@ ERRORS = {
     "kernel": (lambda: conv(X[..., :2], W), r"input: expected at least 3 elements.*dimension 1, got 2 with padding"),
     "groups": (lambda: ops.conv_pack(W, 5, dtype=torch.float32), r"groups: expected a divisor of the 12 .*got 5"),
     "no groups": (lambda: ops.conv_pack(W, 0, dtype=torch.float32), r"groups: expected .*at least 1, got 0"),
-    "weight": (lambda: ops.conv_pack(W[0, 0], 1, dtype=torch.float32), r"weight: expected \[out_channels, .*got \[3, 3\]"),
-    "padding": (lambda: conv(X, W, padding=[-1, 0, 0, 0]), r"padding: expected numbers of at least 0, got \[-1, 0, 0, 0\]"),
+    "weight": (lambda: ops.conv_pack(W[0, 0], 1, dtype=torch.float32), r"weight: expected \[out_channels, .* \[3, 3\]"),
+    "padding": (lambda: conv(X, W, padding=[-1, 0, 0, 0]), r"padding: expected numbers of at least 0, got \[-1, 0"),
     "padding count": (lambda: conv(X, W, padding=[1, 1]), r"padding: expected 4 numbers, got 2"),
     "stride": (lambda: conv(X, W, stride=[0, 1]), r"stride: expected numbers of at least 1, got \[0, 1\]"),
     "dilation": (lambda: conv(X, W, dilation=[1, 0]), r"dilation: expected numbers of at least 1"),
@@ -356,7 +357,7 @@ ERRORS = {
     ),
     "dtype": (lambda: conv(X.int(), W), r"input: expected dtype float32 or bfloat16 or float16, got int32"),
     "packed": (
-        lambda: ops.conv(X, ops.conv_pack(W, 1, dtype=torch.float32), [12, 8, 1, 1], stride=[1, 1], padding=[0] * 4, dilation=[1, 1]),
+        lambda: conv(X, W, weight_size=[12, 8, 1, 1]),
         r"packed: expected a packed matrix of \[12, 8\]",
     ),
     "unpacked dtype": (

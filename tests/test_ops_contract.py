@@ -26,6 +26,8 @@ SCHEMAS = {
     "conv": "conv(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, int[] stride, int[] padding, "
     'int[] dilation, int groups=1, Tensor? scale=None, str activation="none", float alpha=0., float beta=0., '
     'str binary="none", Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor',
+    "pool": "pool(Tensor input, str kind, *, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
+    "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor",
     "conv_pack": "conv_pack(Tensor weight, int groups=1, *, ScalarType dtype) -> Tensor",
     "conv_unpack": "conv_unpack(Tensor packed, int[] weight_size, int groups, ScalarType dtype) -> Tensor",
     "layer_norm": "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, "
@@ -172,6 +174,15 @@ def samples_conv() -> Iterator[Call]:
             geometry | {"scale": random(size[0]), "activation": "relu", "binary": "add", "other": out},
         )
         yield (x[:0], weight, list(size)), geometry | {"out_dtype": torch.float32}
+
+
+def samples_pool() -> Iterator[Call]:
+    for dtype, dims, ceil_mode in itertools.product(FLOATS, (1, 2, 3), (False, True)):
+        geometry = {"kernel_size": [3] * dims, "stride": [2] * dims, "padding": [1] * dims, "dilation": [1] * dims}
+        x = random(2, 5, *(6, 7, 5)[:dims], dtype=dtype)
+        yield (x, "max"), geometry | {"ceil_mode": ceil_mode}
+        yield (x.movedim(1, -1).contiguous().movedim(-1, 1), "average"), geometry | {"count_include_pad": False}
+        yield (x[:0], "average"), geometry | {"divisor": 3}
 
 
 def samples_conv_pack() -> Iterator[Call]:
@@ -575,9 +586,9 @@ def test_gradient_is_refused_not_lost() -> None:
             ops.linear(wants_gradient, packed(), N)
     with pytest.raises(RuntimeError, match="xopt::linear: bias: requires a gradient"):
         ops.linear(X, packed(), N, bias)
+    geometry = {"stride": [1], "padding": [0, 0], "dilation": [1]}
+    weight = ops.conv_pack(random(2, 3, 1), 1, dtype=torch.float32)
     with pytest.raises(RuntimeError, match="xopt::conv: scale: requires a gradient"):
-        geometry = {"stride": [1], "padding": [0, 0], "dilation": [1]}
-        weight = ops.conv_pack(random(2, 3, 1), 1, dtype=torch.float32)
         ops.conv(random(1, 3, 4), weight, [2, 3, 1], scale=torch.nn.Parameter(random(2)), **geometry)
     with pytest.raises(RuntimeError, match="xopt::linear_gated: up_bias: requires a gradient"):
         ops.linear_gated(X, packed_gated(), N, None, bias)

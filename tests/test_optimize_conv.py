@@ -116,7 +116,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "residual": (lambda: Classifier(*many(Residual)), (6, 3, 37, 40)),
     "grouped": (lambda: Classifier(*many(lambda: Residual(32, groups=8)), channels=32), (6, 3, 37, 40)),
     "depthwise": (lambda: Classifier(*many(InvertedResidual)), (6, 3, 37, 40)),
-    "dilated": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dilation=2), nn.GELU(), nn.Conv2d(8, 5, 2, 3)), (2, 3, 21, 20)),
+    "dilated": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dilation=2), nn.GELU(), nn.Conv2d(8, 5, 2, 3)),
+        (2, 3, 21, 20),
+    ),
     "audio": (Audio, (2, 1, 900)),
     "volumes": (Volumes, (1, 2, 5, 9, 11)),
     "more than a program": (lambda: Classifier(*many(Residual, 12)), (6, 3, 37, 40)),
@@ -194,13 +197,14 @@ def test_switches() -> None:
     assert xopt.optimize(source, conv_bn_folding=False, weights_prepack=False)
 
 
-# ---- Padding modes and shapes of inputs -------------------------------------------------------------------------------
+# ---- Padding modes and shapes of inputs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("padding", [0, 2, (1, 3), "same", "valid"])
 def test_padding_modes(mode: str, padding: Any) -> None:
-    for kind, size in ((nn.Conv1d, (17,)), (nn.Conv2d, (9, 12)), (nn.Conv3d, (7, 6, 8))):
+    kinds: list[tuple[Any, tuple[int, ...]]] = [(nn.Conv1d, (17,)), (nn.Conv2d, (9, 12)), (nn.Conv3d, (7, 6, 8))]
+    for kind, size in kinds:
         if isinstance(padding, tuple) and len(size) != 2:
             continue
         if kind is nn.Conv3d and mode == "reflect" and padding == "same":
@@ -255,7 +259,7 @@ def test_residual_that_is_broadcast_in_a_later_call() -> None:
     assert fused_in(model) == ["conv+add+relu"]
 
 
-# ---- Layout -----------------------------------------------------------------------------------------------------------
+# ---- Layout ----------------------------------------------------------------------------------------------------------
 
 
 class Seen(nn.Module):
@@ -269,7 +273,7 @@ class Seen(nn.Module):
 
 
 def test_channels_stay_last_inside_and_the_output_is_as_the_sources() -> None:
-    source = nn.Sequential(nn.Conv2d(3, 8, 3), Seen(), nn.Conv2d(8, 5, 3)).eval()
+    source: Any = nn.Sequential(nn.Conv2d(3, 8, 3), Seen(), nn.Conv2d(8, 5, 3)).eval()
     x = torch.randn(2, 3, 9, 9)
     model: Any = xopt.optimize(source)
     with torch.no_grad():
@@ -277,7 +281,7 @@ def test_channels_stay_last_inside_and_the_output_is_as_the_sources() -> None:
         assert model[1].last.is_contiguous(memory_format=torch.channels_last)
         last = x.to(memory_format=torch.channels_last)
         assert model(last).stride() == source(last).stride()
-        one = xopt.optimize(nn.Sequential(nn.Conv2d(1, 8, 3), Seen(), nn.Conv2d(8, 5, 3)).eval())
+        one: Any = xopt.optimize(nn.Sequential(nn.Conv2d(1, 8, 3), Seen(), nn.Conv2d(8, 5, 3)).eval())
         assert one(torch.randn(2, 1, 9, 9)).is_contiguous()
         assert one[1].last.is_contiguous(memory_format=torch.channels_last)
         # A part that is called on its own answers as torch does.
@@ -315,7 +319,7 @@ def test_other_errors_are_not_swallowed() -> None:
         model(torch.randn(1, 3, 4, 4))
 
 
-# ---- The module that others see ---------------------------------------------------------------------------------------
+# ---- The module that others see --------------------------------------------------------------------------------------
 
 
 def test_keys_values_and_copies() -> None:
@@ -380,6 +384,7 @@ def test_gradients_of_inputs() -> None:
     for each in (source, model):
         leaf = x.clone().requires_grad_()
         each(leaf).sum().backward()
+        assert leaf.grad is not None
         gradients.append(leaf.grad)
     assert torch.allclose(gradients[0], gradients[1], atol=1e-4)
 
@@ -425,7 +430,7 @@ def test_shared_weights() -> None:
         assert torch.allclose(model(x), source(x), atol=1e-5)
 
 
-# ---- transformers -----------------------------------------------------------------------------------------------------
+# ---- transformers ----------------------------------------------------------------------------------------------------
 
 
 def transformers_models() -> dict[str, Callable[[Any], Any]]:

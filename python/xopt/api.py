@@ -58,7 +58,8 @@ def optimize(
     sample_input: a tensor, a tuple of arguments or a dict of keyword arguments to call the model with once, so that
         its blocks are fused now. Otherwise each is when it is first called.
     options: the keyword arguments of Intel Extension for PyTorch's `optimize`. `weights_prepack` and `conv_bn_folding`
-        are switches of `Config`; those that mean nothing here are logged, those that ask for what is not done are errors.
+        are switches of `Config`; those that mean nothing here are logged, those that ask for what is not done are
+        errors.
 
     The model keeps its class, names, hooks and keys. Its parameters no longer require gradients; gradients with
     respect to inputs are right. A model in training mode is returned as it is, and its report says so.

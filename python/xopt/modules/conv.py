@@ -41,7 +41,7 @@ class PackedConv(PackedWeight, Replacement, _ConvNd):
         kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
         if kind is None:
             return "transposed convolutions are left to torch"
-        if own_forward(module, kind) or type(module)._conv_forward is not kind._conv_forward:  # type: ignore[comparison-overlap]
+        if own_forward(module, kind) or type(module)._conv_forward is not kind._conv_forward:
             return "it has a forward of its own"
         problem = plain_parameter_problem(module, "weight")
         if problem is not None:
@@ -82,7 +82,7 @@ class PackedConv(PackedWeight, Replacement, _ConvNd):
         if input.dtype in _FLOATING and not torch.is_autocast_enabled("cpu"):
             weight = weight.to(input.dtype)
             bias = None if bias is None else bias.to(input.dtype)
-        return self._conv_forward(input, weight, bias)  # type: ignore[operator, no-any-return]
+        return self._conv_forward(input, weight, bias)
 
 
 def has_packed_weight(module: nn.Module) -> bool:
@@ -170,11 +170,12 @@ def conv(
 ) -> torch.Tensor:
     """The step of a recorded graph that calls the module; patterns hand it what follows: a BatchNorm's running mean,
     variance, weight and bias, then what a product may end in."""
-    bias = module._parameters["bias"]
+    bias: torch.Tensor | None = module._parameters["bias"]
     if not has_packed_weight(module) or (other is not None and other.shape != output_shape(module, input)):
         result = module(input)
         if norm is not None:
-            result = functional.batch_norm(result, *norm, training=False, eps=eps)  # type: ignore[arg-type]
+            mean, variance, weight, norm_bias = norm
+            result = functional.batch_norm(result, mean, variance, weight, norm_bias, eps=eps)
         result = finished(result, activation, alpha, beta, binary, other, activation_last)
         return result if out_dtype is None else result.to(out_dtype)
     scale = None

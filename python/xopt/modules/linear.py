@@ -129,7 +129,7 @@ def finished(
     if activation_last and other is not None:
         return ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
     result = ACTIVATIONS[activation](result, alpha, beta)
-    return result if other is None else BINARY[binary](result, other)  # type: ignore[no-any-return]
+    return result if other is None else BINARY[binary](result, other)
 
 
 @step(_label)

@@ -19,7 +19,8 @@ def _matrix(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[Siz
             f"xopt::{op}: {name}: expected [out_channels, in_channels / groups, kernel...] with 1 to 3 sizes of the"
             f" kernel, got {list(sizes)}"
         )
-    out, group_in, positions = sizes[0], sizes[1], 1
+    out, group_in = sizes[0], sizes[1]
+    positions: Size = 1
     for size in sizes[2:]:
         positions = positions * size
     if groups < 1 or out % groups != 0:
