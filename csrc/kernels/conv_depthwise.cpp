@@ -6,7 +6,6 @@
 // inputs come from L1, where a line of the kernel has left them. Sums of a few positions then go through the epilogue
 // of the GEMM family.
 #include "kernels/conv.h"
-
 #include "kernels/epilogue.h"
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
@@ -33,8 +32,8 @@ float weight_at(const PackedWeight& w, int64_t channel, int64_t position) {
   const int64_t tile_k = packed_tile_k(w.dtype), group = packed_group(w.dtype);
   const uint8_t* tile = w.panel_data + channel / kPanelColumns * w.panel_bytes + position / tile_k * 2 * kTileBytes +
                         channel % kPanelColumns / kTileColumns * kTileBytes;
-  const int64_t index = position % tile_k / group * kTileColumns * group + channel % kTileColumns * group +
-                        position % group;
+  const int64_t index =
+      position % tile_k / group * kTileColumns * group + channel % kTileColumns * group + position % group;
   if (w.dtype == DType::f32) return reinterpret_cast<const float*>(tile)[index];
   if (w.dtype == DType::bf16) return first_float(reinterpret_cast<const Bf16*>(tile) + index);
   return first_float(reinterpret_cast<const F16*>(tile) + index);
@@ -63,7 +62,12 @@ class DepthwiseThread {
  public:
   DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, int64_t chunk, float* sums,
                   float* weights)
-      : call_(call), v_(call.input), epilogue_call_(epilogue_call), epilogue_(epilogue), chunk_(chunk), sums_(sums),
+      : call_(call),
+        v_(call.input),
+        epilogue_call_(epilogue_call),
+        epilogue_(epilogue),
+        chunk_(chunk),
+        sums_(sums),
         weights_(weights) {}
 
   void run(int64_t image, int64_t channel, int64_t line) {

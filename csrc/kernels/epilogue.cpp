@@ -112,8 +112,7 @@ void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin
 #pragma GCC unroll 8
       for (int64_t v = 0; v < kVectors; ++v) {
         x[v] = dequantise<Acc>(call, strip, row, panel, v * kWidth);
-        if (scaled) x[v] = mul(x[v], shared.scale[v]);
-        x[v] = add(x[v], shared.bias[v]);
+        x[v] = scaled ? fma(x[v], shared.scale[v], shared.bias[v]) : add(x[v], shared.bias[v]);
         if constexpr (B == Other::none) x[v] = activate<A>(x[v], alpha, beta);
       }
       if constexpr (B == Other::given) {

@@ -48,7 +48,7 @@ struct PacedRows {
   }
 };
 
-// Copier: copy_row(row) for rows of a block of A.
+// Copier: copy_rows(begin, end) for rows of a block of A.
 template <class Copier>
 class Background {
  public:
@@ -89,7 +89,8 @@ class Background {
     epilogue_rows_.next = end;
   }
   void do_copy(int64_t end) {
-    for (; copy_rows_.next < end; ++copy_rows_.next) copier_.copy_row(copy_rows_.next);
+    if (copy_rows_.next < end) copier_.copy_rows(copy_rows_.next, end);
+    copy_rows_.next = end;
   }
 
   EpilogueFn* epilogue_;

@@ -9,6 +9,9 @@
 //        k block        its copy of A stays in L1 while the panels of the chunk pass
 //         panel           the block's product; sums wait in scratch for the next k block
 //
+// (Nor do they fetch weights ahead where several row blocks share them: the prefetches in their loops cost them more than
+// the first row block's misses.
+//
 // After its last k block the row block's strip of sums, all panels of the chunk, goes to the epilogue. While a chunk's
 // weights are multiplied, the next ones are fetched into L2, spread evenly over the k steps. A call with one row block
 // goes panel by panel, so that weights stream in their order in memory.
@@ -32,23 +35,21 @@ struct BlockCopier {
   bool first_k;       // whether the block begins the sums
   int64_t rows, count, padded;
 
-  // Rows are asked for in their order.
-  void copy_row(int64_t row) {
-    A* target = to + row * Block::kStride;
-    if (row >= rows) {
-      // Tiles always have all their rows: the missing ones are zeros, not what a former call left.
-      __builtin_memset(target, 0, static_cast<size_t>(padded) * sizeof(A));
-      return;
-    }
-    source.template copy<Block>(count, target);
-    __builtin_memset(target + count, 0, static_cast<size_t>(padded - count) * sizeof(A));
+  // Rows [begin, end); they are asked for in their order.
+  void copy_rows(int64_t begin, int64_t end) {
+    const int64_t last = minimum(end, rows);
     if constexpr (Block::kIsInt) {
-      if (row_sums != nullptr) {
+      for (; row_sums != nullptr && begin < last; ++begin) {
         const int32_t sum = sum_run<typename Block::Round>(source.data(), count);
-        row_sums[row] = first_k ? sum : row_sums[row] + sum;
+        row_sums[begin] = first_k ? sum : row_sums[begin] + sum;
+        source.template copy<Block>(1, count, padded, to + begin * Block::kStride);
       }
     }
-    source.next();
+    if (begin < last) source.template copy<Block>(last - begin, count, padded, to + begin * Block::kStride);
+    for (int64_t row = maximum(begin, rows); row < end; ++row) {
+      // Tiles always have all their rows: the missing ones are zeros, not what a former call left.
+      __builtin_memset(to + row * Block::kStride, 0, static_cast<size_t>(padded) * sizeof(A));
+    }
   }
 };
 
@@ -58,6 +59,7 @@ class GemmThread {
   using A = typename Block::A;
   static constexpr int64_t kBlockBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(A));
   static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
+  static constexpr int64_t kRowBlocksThatHideMisses = 4;
 
  public:
   // `out_row_offset`: the output row that row 0 of epilogue.out is.
@@ -72,10 +74,10 @@ class GemmThread {
 
   void compute(Range rows, Range panels) {
     [[maybe_unused]] const typename Block::Scope scope;
-    all_rows_ = rows;
     last_panel_ = panels.end;
     weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
     keep_copies_ = Block::kBackground || weights_stay_;
+    fetches_ahead_ = Block::kBackground || rows.size() < kRowBlocksThatHideMisses;
     const int64_t chunk_blocks = weights_stay_ ? 1 : minimum(plan_.chunk_blocks, rows.size());
     const int64_t chunk_panels = rows.size() == 1 ? 1 : plan_.chunk_panels;
     pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
@@ -175,8 +177,10 @@ class GemmThread {
     block.accumulate = place.kb > 0;
     background_.prefetches.clear();
     if (block.k_tiles > 0) {
-      prefetch_weights(place, panel, block);
-      if (!copied_) prefetch_a(place, panel);
+      if (fetches_ahead_) {
+        prefetch_weights(place, panel, block);
+        if (!copied_) prefetch_a(place, panel);
+      }
       if (place.kb + 1 == plan_.k_blocks) prefetch_other(place.rb, panel, block.k_tiles);
     }
     const int64_t rows = plan_.rows_of(place.rb, call_.m);
@@ -208,7 +212,6 @@ class GemmThread {
   // The weights wanted after these, each row block its share: the panel's next k block and after the last the next
   // chunk's first, or, where a row block goes through all k blocks of a chunk, the same k block of the next chunk.
   void prefetch_weights(Place place, int64_t panel, const BlockCall& block) {
-    if (weights_stay_ && place.rb > all_rows_.begin) return;
     const int64_t slice = block.k_tiles * 2 * kTileBytes;
     const bool one_block = rows_.size() == 1 && panels_.size() == 1;
     const bool k_by_k = pass_k_blocks_ < plan_.k_blocks || one_block;
@@ -224,16 +227,9 @@ class GemmThread {
   }
 
   // Rows of the block after the one whose copy is under way, a share for each panel; a k step of them is a line or two.
-  // Where copies are not made in between, the rows of the next block, all with the first panel.
   void prefetch_a(Place place, int64_t panel) {
-    const int64_t shares = Block::kBackground ? panels_.size() : 1;
-    if (panel - panels_.begin >= shares) return;
-    if (weights_stay_) {
-      if (++place.rb == all_rows_.end) return;
-    } else if (!advance(&place) || (Block::kBackground && !advance(&place))) {
-      return;
-    }
-    const Range rows = share(plan_.rows_of(place.rb, call_.m), shares, panel - panels_.begin);
+    if (!advance(&place) || (Block::kBackground && !advance(&place))) return;
+    const Range rows = share(plan_.rows_of(place.rb, call_.m), panels_.size(), panel - panels_.begin);
     if (rows.size() == 0) return;
     const Prefetch prefetch =
         view_.prefetch(place.rb * plan_.block_rows + rows.begin, place.kb * plan_.k_block_tiles * Block::kTileK,
@@ -264,10 +260,8 @@ class GemmThread {
   int32_t* row_sums_ = nullptr;
   int64_t strip_bytes_ = 0, turn_ = 0;
   int64_t last_panel_ = 0, pass_k_blocks_ = 1;
-  Range all_rows_{};
   Range rows_{}, panels_{};  // the chunk
-  bool weights_stay_ = false;
-  bool keep_copies_ = true;
+  bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
   bool copied_ = false;  // the chunk's copy of A is complete
 };
 

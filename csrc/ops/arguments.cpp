@@ -207,7 +207,8 @@ Integers::Integers(StableListHandle list) {
   size_ = static_cast<int64_t>(size);
   for (size_t i = 0; read && i < size && i < static_cast<size_t>(kMost); ++i) {
     StableIValue item = 0;
-    if (torch_list_get_item(list, i, &item) == AOTI_TORCH_SUCCESS) values_[i] = torch::stable::detail::to<int64_t>(item);
+    if (torch_list_get_item(list, i, &item) == AOTI_TORCH_SUCCESS)
+      values_[i] = torch::stable::detail::to<int64_t>(item);
   }
   torch_delete_list(list);
 }

@@ -6,6 +6,7 @@
 
 #include "ops/conv_layout.h"
 #include "ops/gemm_arguments.h"
+#include "ops/images.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -13,7 +14,6 @@ namespace {
 
 constexpr const char* kOp = "conv";
 constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
-constexpr int64_t kMostSize = int64_t{1} << 40;  // of strides, dilations and paddings, so that no sum overflows
 
 Kernel<ConvFn> conv_f32("conv", "f32");
 Kernel<ConvFn> conv_bf16("conv", "bf16");
@@ -53,15 +53,6 @@ struct ConvArguments {
   std::optional<int32_t> out_dtype;
 };
 
-void check_integers(const char* name, const Integers& values, int64_t count, int64_t least) {
-  if (values.size() != count) fail(kOp, name, "expected ", count, " numbers, got ", values.size());
-  for (int64_t i = 0; i < count; ++i) {
-    if (values[i] < least || values[i] > kMostSize) {
-      fail(kOp, name, "expected numbers of at least ", least, ", got ", values.text());
-    }
-  }
-}
-
 ConvLayout weight_layout(const ConvArguments& arguments) {
   const Integers& sizes = arguments.weight_size;
   int64_t values[Integers::kMost];
@@ -86,9 +77,9 @@ void check_input(const Tensor& input, const ConvLayout& layout) {
 // Everything about the input but its strides and data.
 PatchesView geometry(const ConvArguments& arguments, const ConvLayout& layout) {
   const int64_t dims = layout.dims;
-  check_integers("stride", arguments.stride, dims, 1);
-  check_integers("padding", arguments.padding, 2 * dims, 0);
-  check_integers("dilation", arguments.dilation, dims, 1);
+  check_integers(kOp, "stride", arguments.stride, dims, 1);
+  check_integers(kOp, "padding", arguments.padding, 2 * dims, 0);
+  check_integers(kOp, "dilation", arguments.dilation, dims, 1);
   PatchesView view;
   view.channels = layout.product_channels();
   for (int64_t i = 0; i < dims; ++i) {
@@ -109,8 +100,6 @@ PatchesView geometry(const ConvArguments& arguments, const ConvLayout& layout) {
   return view;
 }
 
-bool is_channels_last(const Tensor& tensor) { return tensor.stride(1) == 1 || tensor.size(1) <= 1; }
-
 // Images and spatial dimensions as the rows of a matrix.
 bool collapse_positions(const Tensor& tensor, RowsView* view) {
   int64_t sizes[4], strides[4];
@@ -121,16 +110,6 @@ bool collapse_positions(const Tensor& tensor, RowsView* view) {
     strides[i] = tensor.stride(dim);
   }
   return collapse_rows(sizes, strides, count, view);
-}
-
-void set_input(Tensor* input, PatchesView* view) {
-  view->dtype = *dtype_from_torch(input->dtype_code());
-  if (input->numel() == 0) return;
-  if (!is_channels_last(*input)) *input = input->channels_last_copy();
-  view->data = input->data();
-  view->image_stride = input->stride(0);
-  const int64_t dims = input->dims() - 2;
-  for (int64_t i = 0; i < dims; ++i) view->in_stride[3 - dims + i] = input->stride(2 + i);
 }
 
 void set_residual(Tensor* other, const int64_t* sizes, int64_t dims, Epilogue* epilogue) {

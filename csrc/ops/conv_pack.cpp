@@ -20,9 +20,8 @@ void for_each_run(const ConvLayout& layout, const Body& body) {
     for (int64_t out = layout.out * thread / count; out < layout.out * (thread + 1) / count; ++out) {
       const int64_t group = layout.group_out() == 0 ? 0 : out / layout.group_out();
       const int64_t product = layout.depthwise ? 0 : group / layout.merged;
-      const int64_t row = layout.depthwise
-                              ? out
-                              : product * layout.padded_columns() + out - product * layout.product_columns();
+      const int64_t row =
+          layout.depthwise ? out : product * layout.padded_columns() + out - product * layout.product_columns();
       const int64_t channels = layout.depthwise ? 1 : layout.product_channels();
       const int64_t within = layout.depthwise ? 0 : group % layout.merged * layout.group_in;
       for (int64_t position = 0; position < layout.positions(); ++position) {
@@ -102,10 +101,7 @@ void conv_pack(StableIValue* stack, uint64_t, uint64_t) {
 
 struct UnpackArguments {
   explicit UnpackArguments(Stack stack)
-      : packed(stack.tensor()),
-        weight_size(stack.integers()),
-        groups(stack.integer()),
-        dtype(stack.dtype_code()) {}
+      : packed(stack.tensor()), weight_size(stack.integers()), groups(stack.integer()), dtype(stack.dtype_code()) {}
 
   Tensor packed;
   Integers weight_size;
@@ -119,8 +115,7 @@ void conv_unpack(StableIValue* stack, uint64_t, uint64_t) {
   const Integers& sizes = arguments.weight_size;
   int64_t weight_size[Integers::kMost];
   for (int64_t i = 0; i < Integers::kMost; ++i) weight_size[i] = sizes[i];
-  const ConvLayout layout =
-      conv_layout(kOp, "weight_size", weight_size, sizes.size(), sizes.text(), arguments.groups);
+  const ConvLayout layout = conv_layout(kOp, "weight_size", weight_size, sizes.size(), sizes.text(), arguments.groups);
   const PackedHeader header = packed_header(kOp, arguments.packed);
   const DType dtype = parse_dtype(kOp, "dtype", arguments.dtype, kFloating);
   if (header.dtype != dtype) {
@@ -133,9 +128,11 @@ void conv_unpack(StableIValue* stack, uint64_t, uint64_t) {
   unpack_weight({arguments.packed.data(), matrix.data(), nullptr, nullptr, nullptr});
   Tensor weight = Tensor::empty(weight_size, sizes.size(), dtype);
   if (dtype_size(dtype) == 4) {
-    from_matrix(layout, reinterpret_cast<const uint32_t*>(matrix.data()), static_cast<uint32_t*>(weight.mutable_data()));
+    from_matrix(layout, reinterpret_cast<const uint32_t*>(matrix.data()),
+                static_cast<uint32_t*>(weight.mutable_data()));
   } else {
-    from_matrix(layout, reinterpret_cast<const uint16_t*>(matrix.data()), static_cast<uint16_t*>(weight.mutable_data()));
+    from_matrix(layout, reinterpret_cast<const uint16_t*>(matrix.data()),
+                static_cast<uint16_t*>(weight.mutable_data()));
   }
   return_tensor(stack, 0, std::move(weight));
 }

@@ -1,7 +1,7 @@
 // Where the rows of A are, and how they come into a block's copy.
 //
-// A view answers rows(row, k): a place that copies the elements from (row, k) on and steps to the next row, so that what
-// it takes to find a row is done once for a block of rows and never per element. `Merged` (two row dimensions taken as
+// A view answers rows(row, k): a place that copies the elements from (row, k) on, row after row, so that what it takes
+// to find a row is done once for a run of rows and never per element. `Merged` (two row dimensions taken as
 // one) serves linear layers, `Patches` in patches.h (a window that slides over a padded image) convolutions.
 #pragma once
 
@@ -76,6 +76,28 @@ XOPT_INLINE void copy_run(DType dtype, const uint8_t* from, int64_t count, typen
   }
 }
 
+// The same for `rows` runs that begin `step` bytes apart, each into a row of the copy.
+template <class Block>
+void copy_runs(DType dtype, const uint8_t* from, int64_t step, int64_t rows, int64_t count, typename Block::A* to) {
+  constexpr auto kSize = static_cast<int64_t>(sizeof(typename Block::A));
+  if (!Block::kIsInt && dtype == (kSize == 4 ? DType::f32 : DType::bf16) &&
+      static_cast<int64_t>(sizeof(typename Block::Round)) == kSize) {
+    // As it is; said here so that nothing is decided for each of many short runs.
+    for (int64_t row = 0; row < rows; ++row) copy_bytes(from + row * step, count * kSize, to + row * Block::kStride);
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) copy_run<Block>(dtype, from + row * step, count, to + row * Block::kStride);
+}
+
+// Zeros behind the `count` elements of each row.
+template <class Block>
+XOPT_INLINE void pad_rows(int64_t rows, int64_t count, int64_t padded, typename Block::A* to) {
+  if (padded == count) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    __builtin_memset(to + row * Block::kStride + count, 0, static_cast<size_t>(padded - count) * sizeof(*to));
+  }
+}
+
 // [outer, inner_rows, k] with a stride for each of the two, k contiguous.
 class Merged {
  public:
@@ -95,15 +117,21 @@ class Merged {
 
     const uint8_t* data() const { return data_; }
 
+    // Copies `count` elements of the next `rows` rows, and zeros up to `padded`.
     template <class Block>
-    XOPT_INLINE void copy(int64_t count, typename Block::A* to) const {
-      copy_run<Block>(dtype_, data_, count, to);
-    }
-    XOPT_INLINE void next() {
-      data_ += step_;
-      if (++inner_ == inner_rows_) {
-        inner_ = 0;
-        data_ += outer_step_;
+    void copy(int64_t rows, int64_t count, int64_t padded, typename Block::A* to) {
+      pad_rows<Block>(rows, count, padded, to);
+      while (rows > 0) {
+        const int64_t run = minimum(rows, inner_rows_ - inner_);
+        copy_runs<Block>(dtype_, data_, step_, run, count, to);
+        to += run * Block::kStride;
+        rows -= run;
+        data_ += run * step_;
+        inner_ += run;
+        if (inner_ == inner_rows_) {
+          inner_ = 0;
+          data_ += outer_step_;
+        }
       }
     }
 

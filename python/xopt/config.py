@@ -46,6 +46,8 @@ class Config:
     """A BatchNorm that follows a convolution is done within it."""
     fuse_conv: bool = True
     """Activations and residual additions that follow a convolution are done within it."""
+    pool_images: bool = True
+    """Max and average pooling of images whose channels are last runs on xopt's kernels."""
     cast_embeddings: bool = True
     """Embedding tables are held in the optimized dtype."""
     concat_linear: bool = True

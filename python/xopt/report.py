@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,16 +61,14 @@ class Report:
     def optimized_linear_share(self) -> float:
         """Of the weights of all linear layers, each of which takes part in one multiply-add a row, those on xopt's
         kernels. Products that have no weight (attention) and convolutions are not counted."""
-        packed = [entry for entry in self.entries if entry.detail.startswith("packed") and "Conv" not in entry.kind]
-        return _packed_share(
-            [*packed, *(entry for entry in self.entries if entry not in packed and "Linear" in entry.kind)]
-        )
+        others = [entry for entry in self.entries if not _is_conv(entry)]
+        return _packed_share([each for each in others if "Linear" in each.kind or each.detail.startswith("packed")])
 
     @property
     def optimized_conv_share(self) -> float:
         """The same of the weights of all convolutions, each of which takes part in a multiply-add for each position of
         its output."""
-        return _packed_share([entry for entry in self.entries if "Conv" in entry.kind])
+        return _packed_share([entry for entry in self.entries if _is_conv(entry)])
 
     def to_json(self) -> str:
         shares = {name: getattr(self, name) for name in ("optimized_linear_share", "optimized_conv_share")}
@@ -120,6 +119,10 @@ class Report:
         for note in self.notes:
             console.print(note)
         return text.getvalue()
+
+
+def _is_conv(entry: Entry) -> bool:
+    return re.search(r"Conv(Transpose)?[123]d", entry.kind) is not None
 
 
 def _packed_share(entries: list[Entry]) -> float:

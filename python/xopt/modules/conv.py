@@ -173,8 +173,8 @@ def conv(
     if not has_packed_weight(module) or (other is not None and other.shape != output_shape(module, input)):
         result = module(input)
         if norm is not None:
-            mean, variance, weight, shift = norm
-            result = functional.batch_norm(result, mean, variance, weight, shift, training=False, eps=eps)
+            mean, variance, weight, norm_bias = norm
+            result = functional.batch_norm(result, mean, variance, weight, norm_bias, eps=eps)
         result = finished(result, activation, alpha, beta, binary, other, activation_last)
         return result if out_dtype is None else result.to(out_dtype)
     scale = None
