@@ -11,7 +11,8 @@ namespace {
 
 void conv_bf16(const ConvCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
-  conv_with<TileBlock<TileBf16>>(call);
+  if (call.weight.k_tiles <= kShortTiles) return conv_with<TileBlock<TileBf16, kShortTiles>>(call);
+  conv_with<TileBlock<TileBf16, kLongTiles>>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
   conv_with<DotBlock<DotBf16>>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2

@@ -5,6 +5,7 @@
 // neighbouring outputs of a vector of channels are summed in registers, so a weight is loaded once for eight products;
 // inputs come from L1, where a line of the kernel has left them. Sums of a few positions then go through the epilogue
 // of the GEMM family.
+#include "kernels/column_values.h"
 #include "kernels/conv.h"
 #include "kernels/epilogue.h"
 #include "runtime/arena.h"
@@ -79,7 +80,7 @@ class DepthwiseThread {
     for (int64_t w = 0; w < v_.out[2]; w += kStripRows) {
       const int64_t rows = minimum(kStripRows, v_.out[2] - w);
       for (int64_t c = 0; c < columns_; c += kWidth) sum_outputs(w, rows, c);
-      EpilogueStrip strip{};
+      EpilogueStrip strip = strip_;
       strip.acc = sums_;
       strip.acc_panel_stride = kStripRows * kPanelColumns;
       strip.row = strip.out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w;
@@ -97,6 +98,8 @@ class DepthwiseThread {
     if (channel == channel_) return;
     channel_ = channel;
     columns_ = minimum(chunk_, v_.channels - channel);
+    const int64_t panels = (columns_ + kPanelColumns - 1) / kPanelColumns;
+    values_.fill(call_.epilogue, false, call_.weight.n, channel, panels, &strip_);
     for (int64_t position = 0; position < positions(); ++position) {
       for (int64_t c = 0; c < columns_; ++c) {
         weights_[position * chunk_ + c] = weight_at(call_.weight, channel + c, position);
@@ -158,6 +161,8 @@ class DepthwiseThread {
   const int64_t chunk_;
   float *sums_, *weights_;
   int64_t channel_ = -1, columns_ = 0;
+  ColumnValues values_;    // of the chunk
+  EpilogueStrip strip_{};  // what its strips have in common
   int64_t line_depth_ = 0, line_height_ = 0;
   const In* image_ = nullptr;
 };

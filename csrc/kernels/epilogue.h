@@ -16,6 +16,8 @@ struct EpilogueStrip {
   int64_t panel;             // the first panel
   int64_t column;            // output column of its column 0
   int64_t columns;           // how many of the output there are
+  const float* bias;         // of the strip's packed columns, whole panels of them; zeros where there is none
+  const float* scale;        // likewise, of sums of floats; nullptr where there is none
   const int32_t* row_sums;   // int8 weights with zero points: the sum of A's row, per row of the strip
   int32_t a_offset;          // int8: what was added to A's values on their way in
 };

@@ -15,6 +15,7 @@ namespace xopt::XOPT_ISA {
 class Prefetches {
  public:
   void clear() { count_ = 0; }
+  bool empty() const { return count_ == 0; }
   void add(const Prefetch& prefetch) { streams_[count_++] = prefetch; }
   XOPT_INLINE void step() {
     for (int i = 0; i < count_; ++i) streams_[i].step();
@@ -25,26 +26,25 @@ class Prefetches {
   int count_ = 0;
 };
 
-constexpr int64_t kEpilogueRows = 4, kCopyRows = 2;
-
-// Rows to do, spread evenly over steps to come, a few at a time: what a call costs is shared by them.
+// Rows to do, spread evenly over steps to come. Few at a time: the vector ports that a gelu of four rows keeps busy are
+// those that tile products are issued by, and the matrix unit would run dry.
 struct PacedRows {
-  int64_t next = 0, rows = 0, steps = 1, debt = 0, at_once = 1;
+  int64_t next = 0, rows = 0, steps = 1, debt = 0;
 
-  void start(int64_t row_count, int64_t step_count, int64_t rows_at_once) {
+  void start(int64_t row_count, int64_t step_count) {
     next = 0;
-    at_once = rows_at_once;
     rows = row_count;
     steps = maximum<int64_t>(1, step_count);
     debt = 0;
   }
+  bool pending() const { return next < rows; }
+  // Of `at_once` rows at a time, every how many steps, in 256ths.
+  int64_t interval(int64_t at_once) const { return rows > 0 ? 256 * at_once * steps / rows : 0; }
   // The rows up to which work is due after one more step.
   XOPT_INLINE int64_t due() {
-    debt += rows;
-    if (debt < steps * at_once) return next;
-    const int64_t due_rows = debt / steps;
-    debt -= due_rows * steps;
-    return minimum(next + due_rows, rows);
+    int64_t end = next;
+    for (debt += rows; debt >= steps; debt -= steps) ++end;
+    return minimum(end, rows);
   }
 };
 
@@ -62,18 +62,23 @@ class Background {
     finish_epilogue();
     call_ = call;
     strip_ = strip;
-    epilogue_rows_.start(rows, steps, kEpilogueRows);
+    epilogue_rows_.start(rows, steps);
   }
   void defer_copy(const Copier& copier, int64_t rows, int64_t steps) {
     copier_ = copier;
-    copy_rows_.start(rows, steps, kCopyRows);
+    copy_rows_.start(rows, steps);
   }
 
-  // Called by a block for each step along k.
+  // Before a block, when its prefetches are known.
+  void begin_block() {
+    each_step_ = !prefetches.empty() || copy_rows_.pending();
+    interval_ = epilogue_rows_.interval(kEpilogueRows);
+    countdown_ = each_step_ ? 0 : epilogue_rows_.pending() ? interval_ : kNever;
+  }
+  // Called by a block for each step along k. Every instruction here costs a quarter of a cycle: tile products do not
+  // hide them, as they are a matter of issuing, not of waiting.
   XOPT_INLINE void step() {
-    prefetches.step();
-    if (epilogue_rows_.next < epilogue_rows_.rows) do_epilogue(epilogue_rows_.due());
-    if (copy_rows_.next < copy_rows_.rows) do_copy(copy_rows_.due());
+    if ((countdown_ -= 256) <= 0) work();
     asm volatile("" : : : "memory");  // GCC does not know that tile loads read memory
   }
 
@@ -84,6 +89,18 @@ class Background {
   }
 
  private:
+  static constexpr int64_t kEpilogueRows = 2, kNever = int64_t{1} << 60;
+
+  [[gnu::noinline]] void work() {
+    if (!each_step_) {
+      do_epilogue(minimum(epilogue_rows_.next + kEpilogueRows, epilogue_rows_.rows));
+      countdown_ = epilogue_rows_.pending() ? countdown_ + interval_ : kNever;
+      return;
+    }
+    prefetches.step();
+    if (epilogue_rows_.pending()) do_epilogue(epilogue_rows_.due());
+    if (copy_rows_.pending()) do_copy(copy_rows_.due());
+  }
   void do_epilogue(int64_t end) {
     if (epilogue_rows_.next < end) epilogue_(*call_, strip_, epilogue_rows_.next, end);
     epilogue_rows_.next = end;
@@ -99,6 +116,8 @@ class Background {
   PacedRows epilogue_rows_;
   Copier copier_{};
   PacedRows copy_rows_;
+  bool each_step_ = false;
+  int64_t countdown_ = kNever, interval_ = 0;
 };
 
 }  // namespace xopt::XOPT_ISA

@@ -12,7 +12,7 @@ namespace {
 void gemm_bf16(const GemmCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
   // A tile of 16 rows that holds 4 is no faster than pair products, and those leave more of the core to the loads.
-  if (call.m > 4) return gemm_with<TileBlock<TileBf16>>(call);
+  if (call.m > 4) return gemm_with_tiles<TileBf16>(call);
 #endif
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
   gemm_with<DotBlock<DotBf16>>(call);

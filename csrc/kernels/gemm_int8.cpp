@@ -13,7 +13,7 @@ namespace {
 template <class Source, int32_t Offset>
 void gemm_int8(const GemmCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
-  if (call.m > 4) return gemm_with<TileBlock<TileInt8<Source>>>(call);
+  if (call.m > 4) return gemm_with_tiles<TileInt8<Source>>(call);
 #endif
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_VNNI
   gemm_with<DotBlock<DotU8S8<Source, Offset>>>(call);

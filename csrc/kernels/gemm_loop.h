@@ -17,10 +17,12 @@
 // goes panel by panel, so that weights stream in their order in memory.
 #pragma once
 
+#include "kernels/column_values.h"
 #include "kernels/gemm_background.h"
 #include "kernels/gemm_plan.h"
 #include "runtime/arena.h"
 #include "runtime/registry.h"
+#include "tiles/block_amx.h"
 #include "tiles/view.h"
 
 namespace xopt::XOPT_ISA {
@@ -78,7 +80,8 @@ class GemmThread {
     weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
     keep_copies_ = Block::kBackground || weights_stay_;
     fetches_ahead_ = Block::kBackground || rows.size() < kRowBlocksThatHideMisses;
-    const int64_t chunk_blocks = weights_stay_ ? 1 : minimum(plan_.chunk_blocks, rows.size());
+    const int64_t chunks = ceil_div(rows.size(), plan_.chunk_blocks);
+    const int64_t chunk_blocks = weights_stay_ ? 1 : ceil_div(rows.size(), maximum<int64_t>(1, chunks));
     const int64_t chunk_panels = rows.size() == 1 ? 1 : plan_.chunk_panels;
     pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
     strip_bytes_ = chunk_panels * kAccBytes;
@@ -93,6 +96,7 @@ class GemmThread {
     row_sums_ = row_sums.as<int32_t>();
     for (int64_t row = rows.begin; row < rows.end; row += chunk_blocks) {
       rows_ = {row, minimum(row + chunk_blocks, rows.end)};
+      weight_lines_ = ceil_div(2 * kTileBytes / 64, rows_.size());
       copied_ = false;
       for (int64_t panel = panels.begin; panel < panels.end; panel += chunk_panels) {
         panels_ = {panel, minimum(panel + chunk_panels, panels.end)};
@@ -122,8 +126,13 @@ class GemmThread {
       }
       // The former chunk's last sums may wait in a strip that is about to be used again.
       if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) background_.finish_epilogue();
-      for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) step(place, panel);
-      if (place.kb + 1 == plan_.k_blocks) finish_strip(place.rb);
+      const bool last = place.kb + 1 == plan_.k_blocks;
+      for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+        step(place, panel);
+        if (Block::kBackground && last) finish_sums(place.rb, {panel, panel + 1});
+      }
+      if (!Block::kBackground && last) finish_sums(place.rb, panels_);
+      if (last && !by_panels()) turn_ ^= 1;
       place = next;
     }
   }
@@ -164,6 +173,14 @@ class GemmThread {
     return w_.panel_data + panel * w_.panel_bytes + kb * plan_.k_block_tiles * 2 * kTileBytes;
   }
 
+  // Whether a panel's sums go to the epilogue on their own, while the next panel's are computed in other 4 KB: they never
+  // leave L1. Otherwise those of all panels of a chunk wait for the next k block.
+  bool by_panels() const { return Block::kBackground && pass_k_blocks_ == plan_.k_blocks; }
+
+  uint8_t* sums(int64_t rb, int64_t panel) const {
+    return by_panels() ? acc_ + turn_ * kAccBytes : strip(rb) + (panel - panels_.begin) * kAccBytes;
+  }
+
   // Whether two strips in turns are enough. A chunk of one row block would meet its own last strip otherwise.
   bool takes_turns() const { return pass_k_blocks_ == plan_.k_blocks || rows_.size() == 1; }
   uint8_t* strip(int64_t rb) const { return acc_ + (takes_turns() ? turn_ : rb - rows_.begin) * strip_bytes_; }
@@ -173,57 +190,66 @@ class GemmThread {
     block.a = a_copy(place);
     block.b = weights(panel, place.kb);
     block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
-    block.acc = strip(place.rb) + (panel - panels_.begin) * kAccBytes;
+    block.acc = sums(place.rb, panel);
     block.accumulate = place.kb > 0;
     background_.prefetches.clear();
     if (block.k_tiles > 0) {
       if (fetches_ahead_) {
-        prefetch_weights(place, panel, block);
+        prefetch_weights(place, panel, &block);
         if (!copied_) prefetch_a(place, panel);
       }
       if (place.kb + 1 == plan_.k_blocks) prefetch_other(place.rb, panel, block.k_tiles);
     }
     const int64_t rows = plan_.rows_of(place.rb, call_.m);
     if constexpr (Block::kBackground) {
+      background_.begin_block();
       Block::run(rows, block, background_);
     } else {
       Block::run(rows, block, background_.prefetches);
     }
   }
 
-  void finish_strip(int64_t rb) {
+  // Hands the finished sums of a row block, of these panels, to the epilogue.
+  void finish_sums(int64_t rb, Range panels) {
     const int64_t width = w_.gated ? kTileColumns : kPanelColumns;
     EpilogueStrip done;
-    done.acc = strip(rb);
+    done.acc = sums(rb, panels.begin);
     done.acc_panel_stride = kAccBytes / 4;
     done.row = rb * plan_.block_rows;
     done.out_row = done.row - out_row_offset_;
-    done.panel = panels_.begin;
-    done.column = panels_.begin * width;
-    done.columns = minimum(panels_.size() * width, w_.n - done.column);
+    done.panel = panels.begin;
+    done.column = panels.begin * width;
+    done.columns = minimum(panels.size() * width, w_.n - done.column);
     done.row_sums = row_sums_ + (rb - rows_.begin) * Block::kRows;
     done.a_offset = Block::kOffset;
-    background_.defer_epilogue(&call_, done, plan_.rows_of(rb, call_.m),
-                               panels_.size() * pass_k_blocks_ * plan_.k_block_tiles);
+    column_turn_ ^= 1;
+    column_values_[column_turn_].fill(call_.epilogue, w_.gated, w_.n, done.column, panels.size(), &done);
+    background_.defer_epilogue(&call_, done, plan_.rows_of(rb, call_.m), pass_k_blocks_ * plan_.k_block_tiles);
     if constexpr (!Block::kBackground) background_.finish_epilogue();
-    turn_ ^= 1;
+    if (by_panels()) turn_ ^= 1;
   }
 
   // The weights wanted after these, each row block its share: the panel's next k block and after the last the next
   // chunk's first, or, where a row block goes through all k blocks of a chunk, the same k block of the next chunk.
-  void prefetch_weights(Place place, int64_t panel, const BlockCall& block) {
-    const int64_t slice = block.k_tiles * 2 * kTileBytes;
+  void prefetch_weights(Place place, int64_t panel, BlockCall* block) {
+    const int64_t slice = block->k_tiles * 2 * kTileBytes;
     const bool one_block = rows_.size() == 1 && panels_.size() == 1;
     const bool k_by_k = pass_k_blocks_ < plan_.k_blocks || one_block;
-    const uint8_t* from = block.b + slice;
+    const uint8_t* from = block->b + slice;
     if (!k_by_k || place.kb + 1 == plan_.k_blocks) {
       const int64_t next_panel = panel + panels_.size();
       if (next_panel >= last_panel_) return;
       from = weights(next_panel, k_by_k ? 0 : place.kb);
     }
-    const int64_t lines = ceil_div(2 * kTileBytes / 64, rows_.size());  // for each k step
-    const int64_t offset = (place.rb - rows_.begin) * lines * 64 * block.k_tiles;
-    if (offset < slice) background_.prefetches.add({from + offset, lines * 64, 64, lines});
+    const int64_t lines = weight_lines_;
+    const int64_t offset = (place.rb - rows_.begin) * lines * 64 * block->k_tiles;
+    if (offset >= slice) return;
+    if constexpr (Block::kBackground) {
+      block->ahead = from + offset;
+      block->ahead_lines = lines;
+    } else {
+      background_.prefetches.add({from + offset, lines * 64, 64, lines});
+    }
   }
 
   // Rows of the block after the one whose copy is under way, a share for each panel; a k step of them is a line or two.
@@ -259,6 +285,9 @@ class GemmThread {
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
   int32_t* row_sums_ = nullptr;
   int64_t strip_bytes_ = 0, turn_ = 0;
+  ColumnValues column_values_[2];  // of the sums that wait for their epilogue, and of those before
+  int64_t column_turn_ = 0;
+  int64_t weight_lines_ = 0;  // to fetch for each step along k: a row block's share of the two tiles
   int64_t last_panel_ = 0, pass_k_blocks_ = 1;
   Range rows_{}, panels_{};  // the chunk
   bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
@@ -348,5 +377,13 @@ template <class Block>
 void gemm_with(const GemmCall& call) {
   if (call.m > 0 && call.weight.n > 0) GemmLoop<Block>(call).run();
 }
+
+#if XOPT_LEVEL >= XOPT_LEVEL_AMX
+template <class Kind>
+void gemm_with_tiles(const GemmCall& call) {
+  if (call.weight.k_tiles <= kShortTiles) return gemm_with<TileBlock<Kind, kShortTiles>>(call);
+  gemm_with<TileBlock<Kind, kLongTiles>>(call);
+}
+#endif
 
 }  // namespace xopt::XOPT_ISA

@@ -25,6 +25,7 @@ struct GemmPlan {
   // copy for each chunk, so theirs are larger.
   static constexpr int64_t kOnePassPanels = Block::kBackground ? 4 : 8;
   static constexpr int64_t kMostPanels = 8;
+  static constexpr int64_t kRowOfTileBytes = 64;
 
   explicit GemmPlan(const GemmCall& call) {
     const PackedWeight& w = call.weight;
@@ -58,6 +59,10 @@ struct GemmPlan {
   void choose_chunks(int64_t panel_bytes) {
     const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
     most_resident = l2 / 2;
+    if constexpr (Block::kBackground) {
+      choose_long_chunks(l2);
+      return;
+    }
     const int64_t for_weights = Block::kBackground ? l2 / 4 : l2 / 2;
     if (panel_bytes * kOnePassPanels <= for_weights) {
       // All of K fits: a row block is finished before the next begins, and its sums never leave L1.
@@ -70,6 +75,17 @@ struct GemmPlan {
     const int64_t a_bytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
     const int64_t sum_bytes = Block::kRows * kPanelColumns * 4 * chunk_panels;
     chunk_blocks = maximum<int64_t>(1, l2 * 3 / 8 / (a_bytes + sum_bytes));
+  }
+
+  // k blocks so long that there is one of most products. Of L2 half for the copy of A, an eighth for a chunk's weights
+  // and another for the next chunk's.
+  void choose_long_chunks(int64_t l2) {
+    const int64_t slice = k_block_tiles * 2 * kTileBytes;
+    chunk_panels = minimum(kOnePassPanels, maximum<int64_t>(1, l2 / 8 / slice));
+    pass_k_blocks = 1;
+    const int64_t a_bytes = Block::kRows * k_block_tiles * kRowOfTileBytes;
+    const int64_t sum_bytes = k_blocks > 1 ? Block::kRows * kPanelColumns * 4 * chunk_panels : 0;
+    chunk_blocks = maximum<int64_t>(1, l2 / 2 / (a_bytes + sum_bytes));
   }
 
   // The split of threads into rows x panels that is done first, by a rough count of cycles: a block step costs about

@@ -30,6 +30,10 @@ struct BlockCall {
   int64_t k_tiles;
   void* acc;        // rows of 32 float or int32, kPanelColumns apart
   bool accumulate;  // add to acc instead of overwriting it
+  // Lines of weights to fetch into L2 for later, so many for each step along k. Only blocks with kBackground look here:
+  // in registers of their loop it costs them less than among what happens between their products.
+  const uint8_t* ahead = nullptr;
+  int64_t ahead_lines = 0;
 };
 
 // Row counts are template arguments of the vector blocks, so that accumulators are registers.

@@ -2,8 +2,9 @@
 //
 // Four loads and four products for each k step is the least that 8 tile registers allow. Every operand is loaded again
 // right after its last use, a whole step before it is wanted, which hides the latency of weights that come from L2.
-// A's 32 rows x 512 bytes..1 KB stay in L1 over all panels of a chunk; its row distance is an odd number of cache
-// lines, since rows a power of two apart fall into the same sets of L1 (measured: a quarter slower).
+// The row distance of A's copy is an odd number of cache lines, since rows a power of two apart fall into the same sets
+// of L1 (measured: a quarter slower). Rows too long for L1 come from L2 like the weights: 64 lines for a step, which is
+// just what L2 gives in the time of its products.
 #pragma once
 
 #include "tiles/amx.h"
@@ -24,7 +25,8 @@ struct TileInt8 {
   using Round = Source;
 };
 
-template <class Kind>
+// MaxTiles: of A's copy along k.
+template <class Kind, int64_t MaxTiles = 16>
 struct TileBlock {
   using A = typename Kind::A;
   using Acc = typename Kind::Acc;
@@ -35,9 +37,11 @@ struct TileBlock {
   static constexpr bool kBackground = true;
   static constexpr bool kEvenRows = false;
   static constexpr int64_t kTileK = kTileRows * 4 / static_cast<int64_t>(sizeof(A));
-  static constexpr int64_t kMaxTiles = 16;
+  static constexpr int64_t kMaxTiles = MaxTiles;
   static constexpr int64_t kStride = kMaxTiles * kTileK + 64 / static_cast<int64_t>(sizeof(A));
   static constexpr int32_t kOffset = 0;
+
+  static_assert(kMaxTiles % 2 == 0, "rows would lie an even number of lines apart");
 
   // C, A and B are literals at every use: tile numbers are immediates.
 #define XOPT_DOT(C, A_, B_)                                        \
@@ -50,6 +54,16 @@ struct TileBlock {
       XOPT_TILE_DOT_U8S8(C, A_, B_);                               \
     }                                                              \
   } while (false)
+
+  struct Ahead {
+    const uint8_t* next;
+    int64_t lines;
+    explicit Ahead(const BlockCall& call) : next(call.ahead), lines(call.ahead_lines) {}
+    XOPT_INLINE void step() {
+      for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(next + i * 64, 0, 2);  // into L2
+      next += lines * 64;
+    }
+  };
 
   template <class Between>
   static void run(int64_t rows, const BlockCall& call, Between& between) {
@@ -81,6 +95,7 @@ struct TileBlock {
     const auto* a0 = static_cast<const uint8_t*>(call.a);
     const uint8_t* a1 = a0 + kTileRows * stride;
     const uint8_t* b = call.b;
+    Ahead ahead(call);
     XOPT_TILE_LOAD(4, a0, stride);
     XOPT_TILE_STREAM(6, b, 64);
     XOPT_TILE_LOAD(5, a1, stride);
@@ -97,12 +112,14 @@ struct TileBlock {
       XOPT_DOT(3, 5, 7);
       XOPT_TILE_LOAD(5, a1, stride);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
+      ahead.step();
       between.step();
     }
     XOPT_DOT(0, 4, 6);
     XOPT_DOT(1, 4, 7);
     XOPT_DOT(2, 5, 6);
     XOPT_DOT(3, 5, 7);
+    ahead.step();
     between.step();
     XOPT_TILE_STORE(0, acc, kRowBytes);
     XOPT_TILE_STORE(1, acc + 64, kRowBytes);
@@ -123,12 +140,14 @@ struct TileBlock {
     }
     const auto* a = static_cast<const uint8_t*>(call.a);
     const uint8_t* b = call.b;
+    Ahead ahead(call);
     for (int64_t t = 0; t < call.k_tiles; ++t, a += 64, b += 2 * kTileBytes) {
       XOPT_TILE_LOAD(4, a, kStride * static_cast<int64_t>(sizeof(A)));
       XOPT_TILE_STREAM(6, b, 64);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
       XOPT_DOT(0, 4, 6);
       XOPT_DOT(1, 4, 7);
+      ahead.step();
       between.step();
     }
     XOPT_TILE_STORE(0, acc, kRowBytes);
@@ -136,6 +155,10 @@ struct TileBlock {
   }
 #undef XOPT_DOT
 };
+
+// A product's k goes through in one block where it can: sums that wait in memory for the next one cost more than
+// anything that a shorter block saves. Two sizes, so that short rows lie close together.
+constexpr int64_t kShortTiles = 32, kLongTiles = 128;
 
 }  // namespace xopt::XOPT_ISA
 #endif

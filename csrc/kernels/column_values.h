@@ -1,0 +1,39 @@
+// What output columns have in common, as the epilogue reads it: fp32, in the order of packed columns, whole panels.
+#pragma once
+
+#include "kernels/epilogue.h"
+#include "tiles/any_dtype.h"
+
+namespace xopt::XOPT_ISA {
+
+constexpr int64_t kMostStripPanels = 8;
+
+class ColumnValues {
+ public:
+  // Of `panels` panels, the first of which begins at output column `column`; points the strip at them.
+  void fill(const Epilogue& e, bool gated, int64_t n, int64_t column, int64_t panels, EpilogueStrip* strip) {
+    const int64_t width = gated ? kTileColumns : kPanelColumns;
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t first = column + panel * width;
+      float* to = bias_ + panel * kPanelColumns;
+      spread(e.bias, n, first, width, to);
+      if (gated) spread(e.up_bias, n, first, width, to + kTileColumns);
+      if (e.scale.data != nullptr) spread(e.scale, n, first, width, scale_ + panel * kPanelColumns);
+    }
+    strip->bias = bias_;
+    strip->scale = e.scale.data != nullptr ? scale_ : nullptr;
+  }
+
+ private:
+  static void spread(const ColumnVector& values, int64_t n, int64_t first, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i += kWidth) {
+      const bool inside = values.data != nullptr && first + i < n;
+      store(to + i, inside ? load_any(values.data, values.dtype, first + i, n - first - i) : set1(0.0F));
+    }
+  }
+
+  alignas(64) float bias_[kMostStripPanels * kPanelColumns];
+  alignas(64) float scale_[kMostStripPanels * kPanelColumns];
+};
+
+}  // namespace xopt::XOPT_ISA
