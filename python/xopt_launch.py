@@ -9,11 +9,16 @@ import importlib.util
 import sys
 
 
-def main() -> int:
+def enter_package() -> None:
+    """Makes `xopt.launch` importable without an import of xopt itself, unless that has been imported."""
     if "xopt" not in sys.modules:
         spec = importlib.util.find_spec("xopt")
         assert spec is not None, "xopt is installed beside this file"
         sys.modules["xopt"] = importlib.util.module_from_spec(spec)
+
+
+def main() -> int:
+    enter_package()
     status: int = importlib.import_module("xopt.launch.cli").main()
     return status
 

@@ -49,9 +49,9 @@ class Measured:
             told = json.loads(line[len(_MARK) :])
         except ValueError:
             return
-        if isinstance(told, dict):
-            self.throughput = told.get("throughput", self.throughput)
-            self.latency_ms = told.get("latency_ms", self.latency_ms)
+        for name in ("throughput", "latency_ms"):
+            if isinstance(told, dict) and isinstance(told.get(name), (int, float)):
+                setattr(self, name, told[name])
 
     def read_log(self, log: Path) -> None:
         with log.open("rb") as lines:

@@ -24,7 +24,6 @@ examples:
   xopt-launch --cores-list 0-3,8-11 --ncores-per-instance 4 -m my.module
   xopt-launch --ninstances 2 --dry-run --explain script.py
                                                           shows what would be started, and why
-  xopt-launch --auto-optimize --dtype bfloat16 script.py  an unchanged script, its models optimized
 """
 
 
