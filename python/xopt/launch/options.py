@@ -12,6 +12,8 @@ from xopt.launch.placement import Request
 from xopt.launch.plan import python_command
 from xopt.launch.topology import parse_list
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 _DESCRIPTION = """\
 Starts one or more instances of a script, each on cores, memory and settings of its own, and sees them to their end.
 What the instances get is derived from the cores that this process may use: affinity, cgroups, siblings, NUMA nodes."""
@@ -24,6 +26,7 @@ examples:
   xopt-launch --cores-list 0-3,8-11 --ncores-per-instance 4 -m my.module
   xopt-launch --ninstances 2 --dry-run --explain script.py
                                                           shows what would be started, and why
+  xopt-launch --auto-optimize --dtype bfloat16 script.py  an unchanged script, its models optimized
 """
 
 
@@ -42,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_instances(parser.add_argument_group("instances"))
     _add_cores(parser.add_argument_group("cores and memory"))
     _add_libraries(parser.add_argument_group("libraries"))
+    _add_optimization(parser.add_argument_group("optimization"))
     _add_course(parser.add_argument_group("course and output"))
     return parser
 
@@ -105,6 +109,24 @@ def _add_libraries(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_optimization(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--auto-optimize",
+        action="store_true",
+        help="apply xopt.optimize to the script's models, each at its first forward in eval mode without gradients",
+    )
+    group.add_argument(
+        "--dtype", choices=DTYPES, help="with --auto-optimize: the dtype to optimize to (default: as is)"
+    )
+    group.add_argument(
+        "--leave-alone",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="with --auto-optimize: not models of this class; also a pattern, as '*Encoder'; may be repeated",
+    )
+
+
 def _add_course(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dry-run", action="store_true", help="show what would be started, and start nothing")
     group.add_argument("--explain", action="store_true", help="say why it is as it is")
@@ -148,6 +170,10 @@ def check(chosen: argparse.Namespace) -> None:
         raise LaunchError("--log-file-prefix: needs --log-dir")
     if chosen.log_file_prefix is not None and "/" in chosen.log_file_prefix:
         raise LaunchError(f"--log-file-prefix: expected a name without /, got {chosen.log_file_prefix!r}")
+    if (chosen.dtype is not None or chosen.leave_alone) and not chosen.auto_optimize:
+        raise LaunchError("--dtype and --leave-alone: need --auto-optimize")
+    if chosen.auto_optimize and chosen.no_python:
+        raise LaunchError("--auto-optimize and --no-python: only models of a Python script can be optimized")
     if not chosen.grace_period >= 0:
         raise LaunchError(f"--grace-period: expected 0 or more seconds, got {chosen.grace_period}")
 
@@ -160,4 +186,17 @@ def command(chosen: argparse.Namespace) -> tuple[str, ...]:
     kind = "module" if chosen.module else "program" if chosen.no_python else "script"
     if kind == "script" and not Path(chosen.program).is_file():
         raise LaunchError(f"there is no script {chosen.program} (-m for a module, --no-python for a program)")
+    if chosen.auto_optimize:
+        return _optimizing_command(chosen)
     return python_command(chosen.program, chosen.arguments, kind, sys.executable)
+
+
+def _optimizing_command(chosen: argparse.Namespace) -> tuple[str, ...]:
+    own = [f"--leave={pattern}" for pattern in chosen.leave_alone]
+    if chosen.dtype is not None:
+        own.append(f"--dtype={chosen.dtype}")
+    if chosen.module:
+        own.append("-m")
+    return python_command(
+        "xopt.launch.run_optimized", [*own, chosen.program, *chosen.arguments], "module", sys.executable
+    )
