@@ -115,7 +115,8 @@ class FirstForward:
 
     def _infers(self, module: nn.Module, watch: Watch) -> bool:
         # What is being compiled or traced is not to be exchanged meanwhile.
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or module.training:
+        traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if torch.compiler.is_compiling() or traced or module.training:
             return False
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
             watch.say(

@@ -10,7 +10,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from xopt.launch import allocator, libraries, measure, openmp, options, output, placement, plan, process, show, topology
+from xopt.launch import (
+    allocator,
+    distributed,
+    libraries,
+    local_rank,
+    measure,
+    openmp,
+    options,
+    output,
+    placement,
+    plan,
+    process,
+    show,
+    topology,
+)
 from xopt.launch.errors import LaunchError
 
 _USAGE_ERROR = 2
@@ -18,6 +32,9 @@ _USAGE_ERROR = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     output.open_missing_standard_streams()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == [distributed.BECOME_RANK]:
+        local_rank.become(arguments[1:])
     parser = options.build_parser()
     chosen = parser.parse_args(arguments)
     try:
@@ -56,6 +73,7 @@ def build_plan(chosen: argparse.Namespace) -> plan.Plan:
     placements = placement.place(machine, request)
     places = libraries.directories(os.environ)
     pool_places = [Path(__file__).parent.parent, *places] if chosen.memory_allocator == "pool" else places
+    elastic = distributed.is_wanted(chosen)
     settings = plan.Settings(
         command=options.command(chosen),
         allocator=allocator.choose(chosen.memory_allocator, os.environ, pool_places),
@@ -63,21 +81,23 @@ def build_plan(chosen: argparse.Namespace) -> plan.Plan:
         environment=os.environ,
         bind_memory=chosen.bind_numa_node,
         bind_threads=chosen.bind_threads,
-        log_directory=chosen.log_dir,
+        log_directory=None if elastic else chosen.log_dir,
         log_prefix=chosen.log_file_prefix or f"run_{time.strftime('%Y%m%d_%H%M%S')}",
         only=chosen.instance_idx,
     )
-    return plan.make_plan(machine, placements, settings)
+    made = plan.make_plan(machine, placements, settings)
+    return distributed.hand_over(made, chosen) if elastic else made
 
 
 def _run(made: plan.Plan, chosen: argparse.Namespace) -> int:
-    several = len(made.instances) > 1
+    instances = (distributed.as_instance(made),) if made.elastic else made.instances
+    several = len(instances) > 1
     if chosen.log_dir is not None:
         try:
             chosen.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"--log-dir: cannot make {chosen.log_dir}: {error.strerror}") from error
-        say(f"output goes to {', '.join(str(instance.log) for instance in made.instances)}")
+        say(f"output goes to {', '.join(str(instance.log or chosen.log_dir) for instance in instances)}")
     manner = process.Manner(
         stop_on_failure=chosen.on_failure == "stop",
         grace_seconds=chosen.grace_period,
@@ -86,7 +106,7 @@ def _run(made: plan.Plan, chosen: argparse.Namespace) -> int:
         output=2 if chosen.json else 1,
         say=say,
     )
-    result = process.run(made.instances, manner)
+    result = process.run(instances, manner)
     if chosen.benchmark:
         if chosen.json:
             print(json.dumps(measure.as_data(result.measured), indent=2))

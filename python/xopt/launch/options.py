@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from xopt.launch import allocator, openmp
+from xopt.launch import allocator, distributed, openmp
 from xopt.launch.errors import LaunchError
 from xopt.launch.placement import Request
 from xopt.launch.plan import python_command
@@ -27,6 +28,7 @@ examples:
   xopt-launch --ninstances 2 --dry-run --explain script.py
                                                           shows what would be started, and why
   xopt-launch --auto-optimize --dtype bfloat16 script.py  an unchanged script, its models optimized
+  xopt-launch --nproc-per-node 2 script.py                a torch.distributed script, two processes
 """
 
 
@@ -46,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_cores(parser.add_argument_group("cores and memory"))
     _add_libraries(parser.add_argument_group("libraries"))
     _add_optimization(parser.add_argument_group("optimization"))
+    _add_distribution(parser.add_argument_group("distributed runs, which are handed over to torchrun"))
     _add_course(parser.add_argument_group("course and output"))
     return parser
 
@@ -127,6 +130,17 @@ def _add_optimization(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_distribution(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="processes here, each with its share of the cores"
+    )
+    group.add_argument("--nnodes", metavar="N", help="machines, as a number or, elastic, as MIN:MAX (default: 1)")
+    group.add_argument("--node-rank", type=int, metavar="N", help="which of them this is; with --master-addr")
+    group.add_argument("--master-addr", metavar="HOST", help="the machine with rank 0")
+    group.add_argument("--master-port", type=int, metavar="PORT", help="a port there")
+    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet, instead of a master")
+
+
 def _add_course(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dry-run", action="store_true", help="show what would be started, and start nothing")
     group.add_argument("--explain", action="store_true", help="say why it is as it is")
@@ -174,12 +188,15 @@ def check(chosen: argparse.Namespace) -> None:
         raise LaunchError("--dtype and --leave-alone: need --auto-optimize")
     if chosen.auto_optimize and chosen.no_python:
         raise LaunchError("--auto-optimize and --no-python: only models of a Python script can be optimized")
+    distributed.check(chosen)
     if not chosen.grace_period >= 0:
         raise LaunchError(f"--grace-period: expected 0 or more seconds, got {chosen.grace_period}")
 
 
 def request(chosen: argparse.Namespace) -> Request:
-    return Request(**{name: getattr(chosen, name) for name in Request.__dataclass_fields__})
+    asked = Request(**{name: getattr(chosen, name) for name in Request.__dataclass_fields__})
+    ranks = distributed.local_ranks(chosen)
+    return asked if ranks is None else replace(asked, ninstances=ranks)
 
 
 def command(chosen: argparse.Namespace) -> tuple[str, ...]:

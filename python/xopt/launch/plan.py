@@ -49,6 +49,8 @@ class Plan:
     """Why it is as it is."""
     warnings: tuple[str, ...] = field(default=())
     """Where the user's own environment keeps a setting from being made."""
+    elastic: tuple[str, ...] = ()
+    """The command of torch's elastic launcher, where it is that which starts the instances, as its local ranks."""
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
@@ -61,6 +63,7 @@ class Plan:
                 }
                 for instance in self.instances
             ],
+            "elastic": list(self.elastic),
             "reasons": list(self.reasons),
             "warnings": list(self.warnings),
         }

@@ -1,4 +1,4 @@
-"""What the launcher starts for `--auto-optimize`: runs a script or a module as Python would, with its models watched."""
+"""What the launcher starts for `--auto-optimize`: runs a script or module as Python would, with its models watched."""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ def print_plan(plan: Plan, *, as_json: bool, explain: bool) -> None:
         table.add_row(*_cells(instance))
     console = Console()
     console.print(table)
+    if plan.elastic:
+        console.print("As local ranks, by", shlex.join(plan.elastic), markup=False, highlight=False)
     if explain:
         for reason in plan.reasons:
             console.print(f"- {reason}", markup=False, highlight=False)
