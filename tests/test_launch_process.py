@@ -16,6 +16,7 @@ import pytest
 
 from tests import launched
 from tests.launched import launch, script
+from xopt.launch import topology
 
 CPUS = sorted(os.sched_getaffinity(0))
 TWO = ("--ninstances", 2, "--oversubscribe")
@@ -60,6 +61,22 @@ def test_each_instance_runs_on_its_cores(tmp_path: pathlib.Path) -> None:
     done = launch(*listed, script(tmp_path, program))
     tags = [f"[{index}] " for index in range(len(chosen))] if len(chosen) > 1 else [""]
     assert lines_of(done) == [f"{tag}{cpu}" for tag, cpu in zip(tags, chosen, strict=True)]
+
+
+def test_torchs_threads_have_a_core_each(tmp_path: pathlib.Path) -> None:
+    program = """
+        import glob, torch
+        torch.ones(1 << 22).add_(1)
+        for path in glob.glob("/proc/self/task/*/status"):
+            for line in open(path):
+                if line.startswith("Cpus_allowed_list"):
+                    print(line.split()[1])
+    """
+    done = launch("--memory-allocator", "default", script(tmp_path, program))
+    found = topology.read_own()
+    if found.quota is not None and found.quota < len(found.cores):
+        pytest.skip("NOT RUN: threads are not bound under a quota")
+    assert lines_of(done) == sorted(str(core.cpus[0]) for core in found.cores if not core.efficient or not found.hybrid)
 
 
 def test_memory_is_bound_to_the_node(tmp_path: pathlib.Path) -> None:

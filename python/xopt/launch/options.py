@@ -29,7 +29,8 @@ examples:
                                                           shows what would be started, and why
   xopt-launch --auto-optimize --dtype bfloat16 script.py  an unchanged script, its models optimized
   xopt-launch --nproc-per-node 2 script.py                a torch.distributed script, two processes
-"""
+
+An instance finds its number in XOPT_LAUNCH_INSTANCE, and how many there are in XOPT_LAUNCH_INSTANCES."""
 
 
 def build_parser() -> argparse.ArgumentParser:
