@@ -61,6 +61,11 @@ def choose(asked: str, environment: Mapping[str, str], places: Sequence[Path]) -
     return Allocator(asked, library, f"{asked}, as asked for: {library}.", _ENVIRONMENT.get(asked, {}))
 
 
+def available(places: Sequence[Path]) -> list[str]:
+    """The allocators that could be asked for by name."""
+    return ["default", *(name for name, files in _LIBRARIES.items() if libraries.find(files, places) is not None)]
+
+
 def _best(places: Sequence[Path]) -> Allocator:
     for name in ("tcmalloc", "jemalloc"):
         library = libraries.find(_LIBRARIES[name], places)

@@ -6,38 +6,25 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from xopt.launch import (
-    allocator,
-    distributed,
-    libraries,
-    local_rank,
-    measure,
-    openmp,
-    options,
-    output,
-    placement,
-    plan,
-    process,
-    show,
-    topology,
-)
+from xopt.launch import configuration, distributed, local_rank, measure, options, output, plan, process, show, tune
+from xopt.launch.build import build_plan
 from xopt.launch.errors import LaunchError
+from xopt.launch.output import say
 
 _USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     output.open_missing_standard_streams()
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == [distributed.BECOME_RANK]:
         local_rank.become(arguments[1:])
-    parser = options.build_parser()
-    chosen = parser.parse_args(arguments)
     try:
+        if arguments[:1] == ["tune"]:
+            return tune.main(arguments[1:])
+        chosen = configuration.parse(options.build_parser(), arguments)
         options.check(chosen)
         made = build_plan(chosen)
         for warning in made.warnings:
@@ -57,36 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-
-
-def say(message: str) -> None:
-    """To the user, apart from what the instances print."""
-    try:
-        output.write_all(2, f"xopt-launch: {message}\n".encode())
-    except output.ClosedOutput:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def build_plan(chosen: argparse.Namespace) -> plan.Plan:
-    machine = topology.read_own()
-    request = options.request(chosen)
-    placements = placement.place(machine, request)
-    places = libraries.directories(os.environ)
-    pool_places = [Path(__file__).parent.parent, *places] if chosen.memory_allocator == "pool" else places
-    elastic = distributed.is_wanted(chosen)
-    settings = plan.Settings(
-        command=options.command(chosen),
-        allocator=allocator.choose(chosen.memory_allocator, os.environ, pool_places),
-        runtime=openmp.choose(chosen.omp_runtime, os.environ, places, openmp.torch_directory()),
-        environment=os.environ,
-        bind_memory=chosen.bind_numa_node,
-        bind_threads=chosen.bind_threads,
-        log_directory=None if elastic else chosen.log_dir,
-        log_prefix=chosen.log_file_prefix or f"run_{time.strftime('%Y%m%d_%H%M%S')}",
-        only=chosen.instance_idx,
-    )
-    made = plan.make_plan(machine, placements, settings)
-    return distributed.hand_over(made, chosen) if elastic else made
 
 
 def _run(made: plan.Plan, chosen: argparse.Namespace) -> int:

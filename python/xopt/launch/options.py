@@ -29,16 +29,17 @@ examples:
                                                           shows what would be started, and why
   xopt-launch --auto-optimize --dtype bfloat16 script.py  an unchanged script, its models optimized
   xopt-launch --nproc-per-node 2 script.py                a torch.distributed script, two processes
+  xopt-launch tune script.py                              finds the best settings (tune --help), for --config
 
 An instance finds its number in XOPT_LAUNCH_INSTANCE, and how many there are in XOPT_LAUNCH_INSTANCES."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "xopt-launch", examples: str = _EXAMPLES) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="xopt-launch",
-        usage="xopt-launch [options] script.py arguments...",
+        prog=prog,
+        usage=f"{prog} [options] script.py arguments...",
         description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -58,6 +59,7 @@ def _add_program(group: argparse._ArgumentGroup) -> None:
     kinds = group.add_mutually_exclusive_group()
     kinds.add_argument("-m", "--module", action="store_true", help="script.py is the name of a module")
     kinds.add_argument("--no-python", action="store_true", help="script.py is a program, to be run as it is")
+    group.add_argument("--config", type=Path, metavar="FILE", help="options from a file that `xopt-launch tune` wrote")
 
 
 def _add_instances(group: argparse._ArgumentGroup) -> None:

@@ -81,3 +81,11 @@ class Stream:
             self._watch(line)
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         write_all(self._target, b"".join(self._tag + line + b"\n" for line in shown))
+
+
+def say(message: str) -> None:
+    """To the user, apart from what the instances print."""
+    try:
+        write_all(2, f"xopt-launch: {message}\n".encode())
+    except ClosedOutput:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

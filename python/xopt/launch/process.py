@@ -58,6 +58,8 @@ class Result:
     status: int
     """What the launcher ends with: the first failing instance's, or 0."""
     measured: tuple[Measured, ...]
+    signal: int = 0
+    """The one from outside that has ended the run."""
 
 
 def run(instances: tuple[Instance, ...], manner: Manner) -> Result:
@@ -83,6 +85,7 @@ class _Run:
         self._stopping = 0
         """The signal that ends the run."""
         self._stopped_at = 0.0
+        self._signal = 0
         self._deadline: float | None = None
         self._said: set[str] = set()
 
@@ -102,7 +105,7 @@ class _Run:
             self._selector.close()
         if not self._ended and self._stopping:
             self._status = 128 + self._stopping
-        return Result(self._status, tuple(sorted(self._ended, key=lambda measured: measured.index)))
+        return Result(self._status, tuple(sorted(self._ended, key=lambda measured: measured.index)), self._signal)
 
     # ---- Starting ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +183,7 @@ class _Run:
 
     def _on_signal(self, number: int) -> None:
         if not self._stopping:
+            self._signal = number
             self._stop(number)
         elif time.monotonic() - self._stopped_at > _PATIENCE_SECONDS:
             self._send(signal.SIGKILL)
