@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
 import uuid
-from typing import Any
+from collections.abc import Iterator
 
 MARK = "XOPT_TEST_RUN"
 
@@ -38,10 +39,37 @@ def launch(*arguments: object, **variables: str) -> subprocess.CompletedProcess[
     return done
 
 
-def start(mark: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(mark), **options
+@contextlib.contextmanager
+def started(*arguments: object) -> Iterator[Launcher]:
+    """A launcher that runs; a test that fails leaves none behind."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(mark)
     )
+    try:
+        yield Launcher(process, mark)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Launcher:
+    def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
+        self.process = process
+        self.mark = mark
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.stdout, self.stderr = process.stdout, process.stderr
+
+    def lines(self, count: int) -> set[str]:
+        """The next lines of its output."""
+        return {self.stdout.readline().rstrip("\n") for _ in range(count)}
+
+    def end(self) -> int:
+        """Waits for it, and looks that nothing of it is left; the exit status."""
+        self.process.wait()
+        assert not left_of(self.mark)
+        return self.process.returncode
 
 
 def left_of(mark: str) -> list[int]:

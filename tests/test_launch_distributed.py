@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-import uuid
+import time
 
 import pytest
 
@@ -97,14 +97,10 @@ def test_no_rank_outlives_the_launcher(tmp_path: pathlib.Path) -> None:
         sys.stdout.write("ready\\n")
         time.sleep(1000)
     """
-    mark = uuid.uuid4().hex
-    launcher = launched.start(mark, *TWO, script(tmp_path, program))
-    assert launcher.stdout is not None
-    assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    launcher.kill()
-    launcher.communicate()
-    while launched.left_of(mark):
-        pass
+    with launched.started(*TWO, script(tmp_path, program)) as launcher:
+        assert launcher.lines(2) == {"ready"}
+    while launched.left_of(launcher.mark):
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("example", ["ddp_inference", "ddp_training", "tensor_parallel"])

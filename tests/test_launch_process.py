@@ -42,11 +42,6 @@ def lines_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def wait_until_none_is_left(mark: str) -> None:
-    while launched.left_of(mark):
-        os.sched_yield()
-
-
 # ---- Binding --------------------------------------------------------------------------------------------------------
 
 
@@ -159,14 +154,10 @@ def test_the_others_may_go_on(tmp_path: pathlib.Path) -> None:
     ids=lambda value: str(value),
 )
 def test_signals_reach_the_instances(number: int, status: int, tmp_path: pathlib.Path) -> None:
-    mark = uuid.uuid4().hex
-    launcher = launched.start(mark, *TWO, script(tmp_path, WAITS))
-    assert launcher.stdout is not None
-    assert {launcher.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
-    launcher.send_signal(number)
-    launcher.communicate()
-    assert launcher.returncode == status
-    assert not launched.left_of(mark)
+    with launched.started(*TWO, script(tmp_path, WAITS)) as launcher:
+        assert launcher.lines(2) == {"[0] ready", "[1] ready"}
+        launcher.process.send_signal(number)
+        assert launcher.end() == status
 
 
 def test_an_instance_that_ends_well_on_a_signal_is_no_failure(tmp_path: pathlib.Path) -> None:
@@ -179,12 +170,11 @@ def test_an_instance_that_ends_well_on_a_signal_is_no_failure(tmp_path: pathlib.
         print("ready")
         time.sleep(1000)
     """
-    launcher = launched.start(uuid.uuid4().hex, script(tmp_path, program))
-    assert launcher.stdout is not None
-    assert launcher.stdout.readline() == "ready\n"
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.communicate()[0] == "saved\n"
-    assert launcher.returncode == 0
+    with launched.started(script(tmp_path, program)) as launcher:
+        assert launcher.lines(1) == {"ready"}
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.lines(1) == {"saved"}
+        assert launcher.end() == 0
 
 
 IGNORES = """
@@ -198,30 +188,22 @@ IGNORES = """
 
 
 def test_one_that_ignores_the_signal_is_killed_after_the_grace_period(tmp_path: pathlib.Path) -> None:
-    mark = uuid.uuid4().hex
-    launcher = launched.start(mark, "--grace-period", 0.2, script(tmp_path, IGNORES))
-    assert launcher.stdout is not None
-    assert launcher.stdout.readline() == "ready\n"
-    launcher.send_signal(signal.SIGTERM)
-    launcher.communicate()
-    assert launcher.returncode == 137
-    assert not launched.left_of(mark)
+    with launched.started("--grace-period", 0.2, script(tmp_path, IGNORES)) as launcher:
+        assert launcher.lines(1) == {"ready"}
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 137
 
 
 def test_a_second_signal_kills_at_once(tmp_path: pathlib.Path) -> None:
     """The grace period would outlast the test; a signal that is merely sent twice must not do it."""
-    mark = uuid.uuid4().hex
-    launcher = launched.start(mark, "--grace-period", 100000, *TWO, script(tmp_path, IGNORES))
-    assert launcher.stdout is not None
-    assert {launcher.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
-    launcher.send_signal(signal.SIGINT)
-    launcher.send_signal(signal.SIGINT)
-    time.sleep(1.2)
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
-    launcher.communicate()
-    assert launcher.returncode == 137
-    assert not launched.left_of(mark)
+    with launched.started("--grace-period", 100000, *TWO, script(tmp_path, IGNORES)) as launcher:
+        assert launcher.lines(2) == {"[0] ready", "[1] ready"}
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.process.send_signal(signal.SIGINT)
+        time.sleep(1.2)
+        assert launcher.process.poll() is None
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 137
 
 
 def test_what_an_instance_leaves_behind_ends_with_it(tmp_path: pathlib.Path) -> None:
@@ -243,14 +225,12 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: pathlib.Path) -> 
     """
     path = script(tmp_path, program)
     for _ in range(5):
-        mark = uuid.uuid4().hex
-        launcher = launched.start(mark, *TWO, path)
-        assert launcher.stdout is not None
-        assert {launcher.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
-        assert len(launched.left_of(mark)) == 6, "launcher, guard, and two instances with a child each"
-        launcher.kill()
-        launcher.communicate()
-        wait_until_none_is_left(mark)
+        with launched.started(*TWO, path) as launcher:
+            assert launcher.lines(2) == {"[0] ready", "[1] ready"}
+            while len(launched.left_of(launcher.mark)) < 6:  # launcher, guard, and two instances with a child each
+                assert launcher.process.poll() is None
+        while launched.left_of(launcher.mark):
+            time.sleep(0.01)
 
 
 def test_a_hundred_runs_leave_nothing() -> None:
@@ -351,15 +331,11 @@ def test_log_files_are_complete_to_the_last_line(tmp_path: pathlib.Path) -> None
 
 
 def test_a_reader_that_goes_away_ends_the_run(tmp_path: pathlib.Path) -> None:
-    mark = uuid.uuid4().hex
-    launcher = launched.start(mark, *TWO, script(tmp_path, 'while True:\n    print("more")'))
-    assert launcher.stdout is not None
-    assert launcher.stderr is not None
-    assert launcher.stdout.readline().endswith("more\n")
-    launcher.stdout.close()
-    assert "closed by its reader" in launcher.stderr.read()
-    assert launcher.wait() == 141
-    assert not launched.left_of(mark)
+    with launched.started(*TWO, script(tmp_path, 'while True:\n    print("more")')) as launcher:
+        assert launcher.lines(1) <= {"[0] more", "[1] more"}
+        launcher.stdout.close()
+        assert "closed by its reader" in launcher.stderr.readline()
+        assert launcher.end() == 141
 
 
 def test_closed_standard_streams(tmp_path: pathlib.Path) -> None:

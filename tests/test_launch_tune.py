@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import signal
-import uuid
 from typing import Any
 
 import pytest
@@ -98,14 +97,12 @@ def test_an_interruption_ends_it(tmp_path: pathlib.Path) -> None:
         pathlib.Path(sys.argv[1]).touch()
         time.sleep(1000)
     """
-    mark, note = uuid.uuid4().hex, tmp_path / "note"
-    launcher = launched.start(mark, "tune", "--write", tmp_path / "best.json", script(tmp_path, program), note)
-    while not note.exists():
-        assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
-    launcher.communicate()
-    assert launcher.returncode == 130
-    assert not launched.left_of(mark)
+    note = tmp_path / "note"
+    with launched.started("tune", "--write", tmp_path / "best.json", script(tmp_path, program), note) as launcher:
+        while not note.exists():
+            assert launcher.process.poll() is None
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 130
 
 
 @pytest.mark.parametrize(
