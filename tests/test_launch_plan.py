@@ -328,6 +328,15 @@ def test_an_allocator_of_the_users_own_is_kept(tmp_path: pathlib.Path) -> None:
     assert "libjemalloc.so.2, which is kept; --memory-allocator tcmalloc is ignored" in found.reason
 
 
+def test_the_pool_is_found_where_it_is_installed(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(LaunchError, match="--memory-allocator pool: there is no libxopt_pool.so"):
+        choose_allocator("pool", {}, [tmp_path])
+    pool = library(tmp_path, "libxopt_pool.so")
+    assert choose_allocator("pool", {}, [tmp_path]).library == pool
+    assert choose_allocator("auto", {}, [tmp_path]).name == "default"
+    assert choose_allocator("auto", {"LD_PRELOAD": str(pool)}, [tmp_path]).name == "user"
+
+
 def test_preloaded_libraries_stand_in_the_environment(tmp_path: pathlib.Path) -> None:
     allocator = Allocator("jemalloc", pathlib.Path("/lib/libjemalloc.so.2"), "found.", {"MALLOC_CONF": "x:1"})
     environment = planned(Machine(), tmp_path, allocator=allocator, runtime=INTEL).instances[0].environment

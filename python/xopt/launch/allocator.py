@@ -43,10 +43,11 @@ class Allocator:
 
 def choose(asked: str, environment: Mapping[str, str], places: Sequence[Path]) -> Allocator:
     """`environment`: the user's own, which wins; `places`: where libraries are looked for."""
-    own = [part for part in environment.get("LD_PRELOAD", "").replace(":", " ").split() if "malloc" in Path(part).name]
+    preloaded = [Path(part).name for part in environment.get("LD_PRELOAD", "").replace(":", " ").split()]
+    own = [name for name in preloaded if "malloc" in name or name in _LIBRARIES["pool"]]
     if own:
         ignored = "" if asked in ("auto", "default") else f"; --memory-allocator {asked} is ignored"
-        return Allocator("user", None, f"LD_PRELOAD already has {Path(own[0]).name}, which is kept{ignored}.")
+        return Allocator("user", None, f"LD_PRELOAD already has {own[0]}, which is kept{ignored}.")
     if asked == "default":
         return Allocator("default", None, "The system's malloc (--memory-allocator default).")
     if asked == "auto":
