@@ -329,7 +329,7 @@ def test_an_allocator_of_the_users_own_is_kept(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_pool_is_found_where_it_is_installed(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(LaunchError, match="--memory-allocator pool: there is no libxopt_pool.so"):
+    with pytest.raises(LaunchError, match=r"--memory-allocator pool: there is no libxopt_pool\.so"):
         choose_allocator("pool", {}, [tmp_path])
     pool = library(tmp_path, "libxopt_pool.so")
     assert choose_allocator("pool", {}, [tmp_path]).library == pool
