@@ -234,7 +234,7 @@ def test_environment_for_each_runtime(tmp_path: pathlib.Path) -> None:
     gnu = planned(machine, tmp_path, Request(ninstances=2)).instances[1].environment
     assert gnu["OMP_NUM_THREADS"] == "2"
     assert gnu["GOMP_CPU_AFFINITY"] == "2 3"
-    assert (gnu["XOPT_LAUNCH_INSTANCE"], gnu["XOPT_LAUNCH_INSTANCES"]) == ("1", "2")
+    assert [gnu[f"XOPT_LAUNCH_{name}"] for name in ("INSTANCE", "INSTANCES", "CPUS")] == ["1", "2", "2-3"]
     intel = planned(machine, tmp_path, Request(ninstances=2), runtime=INTEL).instances[1].environment
     assert intel["KMP_AFFINITY"] == "granularity=fine,proclist=[2,3],explicit"
     assert intel["KMP_BLOCKTIME"] == "1"

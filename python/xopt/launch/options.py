@@ -31,7 +31,8 @@ examples:
   xopt-launch --nproc-per-node 2 script.py                a torch.distributed script, two processes
   xopt-launch tune script.py                              finds the best settings (tune --help), for --config
 
-An instance finds its number in XOPT_LAUNCH_INSTANCE, and how many there are in XOPT_LAUNCH_INSTANCES."""
+An instance finds its number in XOPT_LAUNCH_INSTANCE, how many there are in XOPT_LAUNCH_INSTANCES, and its cores in
+XOPT_LAUNCH_CPUS. It cannot read from the terminal."""
 
 
 def build_parser(prog: str = "xopt-launch", examples: str = _EXAMPLES) -> argparse.ArgumentParser:

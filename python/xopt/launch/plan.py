@@ -112,7 +112,12 @@ def _instance(
     warnings: dict[str, None],
 ) -> Instance:
     environment = _variables(placement, topology, settings, reasons)
-    environment |= {"XOPT_LAUNCH_INSTANCE": str(index), "XOPT_LAUNCH_INSTANCES": str(number)}
+    environment |= {
+        "XOPT_LAUNCH_INSTANCE": str(index),
+        "XOPT_LAUNCH_INSTANCES": str(number),
+        # Once an OpenMP runtime has bound the main thread, its own affinity does not tell any more.
+        "XOPT_LAUNCH_CPUS": format_list(placement.cpus),
+    }
     log = settings.log_directory
     return Instance(
         index=index,
