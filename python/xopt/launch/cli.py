@@ -65,6 +65,7 @@ def _run(made: plan.Plan, chosen: argparse.Namespace) -> int:
     )
     result = process.run(instances, manner)
     if chosen.benchmark:
+        measure.read_logs(result.measured, instances)
         if chosen.json:
             print(json.dumps(measure.as_data(result.measured), indent=2))
         else:

@@ -6,13 +6,15 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from xopt.launch.plan import Instance
+
 _MARK = "xopt-report "
+_MARK_BYTES = _MARK.encode()
 
 
 def report(throughput: float | None = None, latency_ms: float | None = None) -> None:
@@ -43,7 +45,7 @@ class Measured:
 
     def watch(self, line: bytes) -> None:
         """Takes a line that the instance has printed."""
-        if not line.startswith(_MARK.encode()):
+        if not line.startswith(_MARK_BYTES):
             return
         try:
             told = json.loads(line[len(_MARK) :])
@@ -53,14 +55,20 @@ class Measured:
             if isinstance(told, dict) and isinstance(told.get(name), (int, float)):
                 setattr(self, name, told[name])
 
-    def read_log(self, log: Path) -> None:
-        with log.open("rb") as lines:
-            for line in lines:
-                self.watch(line)
-
     @property
     def cpus_used(self) -> float:
         return self.cpu_seconds / self.wall_seconds if self.wall_seconds else 0.0
+
+
+def read_logs(measured: Iterable[Measured], instances: Iterable[Instance]) -> None:
+    """What instances have told whose output went to files."""
+    logs = {instance.index: instance.log for instance in instances}
+    for one in measured:
+        log = logs[one.index]
+        if log is not None:
+            with log.open("rb") as lines:
+                for line in lines:
+                    one.watch(line)
 
 
 def as_data(measured: Iterable[Measured]) -> dict[str, Any]:

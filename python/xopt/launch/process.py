@@ -238,8 +238,6 @@ class _Run:
         measured.cpu_seconds = usage.ru_utime + usage.ru_stime
         measured.peak_bytes = usage.ru_maxrss * 1024
         measured.stopped = bool(self._stopping)
-        if running.instance.log is not None:
-            measured.read_log(running.instance.log)
         self._ended.append(measured)
         if measured.status:
             self._on_failure(running.instance, running.process.returncode)

@@ -164,6 +164,7 @@ class _Tuning:
             start = time.monotonic()
             result = process.run(made.instances, manner)
             seconds = time.monotonic() - start
+            measure.read_logs(result.measured, made.instances)
             score = None if result.status else self._score(measure.as_data(result.measured))
             self._trials.append(Trial(candidate, result.status, seconds, score))
             self._tell(self._trials[-1])
