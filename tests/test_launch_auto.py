@@ -6,7 +6,9 @@ import copy
 import pathlib
 import pickle
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -173,16 +175,36 @@ def test_copies_pickles_and_signatures(said: list[str]) -> None:
     assert list(model.forward.__signature__.parameters) == ["x", "scale"]  # type: ignore[attr-defined]
 
 
-def test_threads_that_come_at_once(said: list[str]) -> None:
+def test_threads_wait_until_the_model_is_optimized(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is in pieces while it is changed in place."""
     model = Stack().eval()
+    optimize, in_pieces, seen = xopt.optimize, threading.Event(), []
+
+    def slowly(changed: nn.Module, **options: Any) -> nn.Module:
+        in_pieces.set()
+        time.sleep(0.2)
+        optimize(changed, **options)
+        in_pieces.clear()
+        return changed
+
+    monkeypatch.setattr(xopt, "optimize", slowly)
+    model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(in_pieces.is_set()))
     results: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(infer(model))) for _ in range(4)]
+
+    def call(after: threading.Event | None) -> None:
+        if after is not None:
+            after.wait()
+        results.append(infer(model))
+
+    threads = [threading.Thread(target=call, args=(after,)) for after in (None, in_pieces, in_pieces, in_pieces)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert seen == [False] * 4
     assert len(results) == 4
     assert len(said) == 1
+    assert not model._forward_pre_hooks
 
 
 def test_without_a_watch_all_is_as_before() -> None:

@@ -75,12 +75,16 @@ class Watch:
         with self._lock:
             if not isinstance(module.__dict__.get("forward"), FirstForward):
                 return  # another thread was faster
+            # Other threads that call the model meanwhile wait until it is whole again.
+            barrier = module.register_forward_pre_hook(lambda *_: self._wait())
             _disarm(module)
             try:
                 xopt.optimize(module, dtype=self._dtype, inplace=True)
             except Exception as error:  # the script would have run without us
                 self.say(f"{name} could not be optimized: {type(error).__name__}: {error}")
                 return
+            finally:
+                barrier.remove()
         entries = xopt.report(module).entries
         done = sum(entry.optimized for entry in entries)
         if not done:
@@ -88,6 +92,10 @@ class Watch:
             return
         dtype = "its own dtype" if self._dtype is None else str(self._dtype).removeprefix("torch.")
         self.say(f"{name} is optimized to {dtype}: {done} of its {len(entries)} layers, and the blocks around them")
+
+    def _wait(self) -> None:
+        with self._lock:
+            pass
 
     def say(self, message: str) -> None:
         if message not in self._said:
