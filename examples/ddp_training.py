@@ -24,11 +24,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(parallel.parameters(), lr=3e-2)
+    optimizer = torch.optim.Adam(parallel.parameters(), lr=5e-2)
     points = torch.rand(512, 16)
     values = points.square().sum(1, keepdim=True)
     own_points, own_values = points.tensor_split(world)[rank], values.tensor_split(world)[rank]
-    for _ in range(300):
+    for _ in range(120):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(parallel(own_points), own_values)
         loss.backward()  # gradients are averaged over the processes here
