@@ -34,6 +34,14 @@ class CgroupLimits:
     memory_bytes: int | None
 
 
+@dataclass(frozen=True)
+class Cpuset:
+    """What a cgroup lets its processes use, as the kernel writes lists: "0-3,8". None: it does not say."""
+
+    cpus: str | None
+    nodes: str | None
+
+
 def read_text(path: Path) -> str | None:
     """The file's text without surrounding blanks, or None where it cannot be read."""
     try:
@@ -100,6 +108,23 @@ def cgroup_limits(root: Path = ROOT) -> CgroupLimits:
     cpus = [_v2_cpus(path) for path in directories]
     memory = [_v2_memory(path) for path in directories]
     return CgroupLimits(2, _tightest(cpus), _tightest(memory))
+
+
+def cgroup_cpuset(root: Path = ROOT) -> Cpuset:
+    """The CPUs and memory nodes of this process's group: what the innermost group that tells leaves of those around."""
+    groups = _groups(root)
+    mounts = _cgroup_mounts(root)
+    controller = "cpuset" if "cpuset" in groups else ""
+    directories = _ancestry(mounts.get(controller), groups.get(controller))[::-1]
+    # Version 1 has the first names only from Linux 3.17 on, and only without the mount option noprefix.
+    cpus = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
+    nodes = ("cpuset.mems.effective", "cpuset.effective_mems", "cpuset.mems")
+    return Cpuset(_first_text(directories, cpus), _first_text(directories, nodes))
+
+
+def _first_text(directories: list[Path], names: tuple[str, ...]) -> str | None:
+    texts = (read_text(directory / name) for directory in directories for name in names)
+    return next((text for text in texts if text), None)
 
 
 def _groups(root: Path) -> dict[str, str]:
