@@ -2,6 +2,7 @@
 // a second runtime in the process would bring a second pool of threads and fight torch's for the cores.
 #include "runtime/parallel.h"
 
+#include <dlfcn.h>
 #include <omp.h>
 #include <pthread.h>
 
@@ -42,6 +43,14 @@ int max_threads() {
   const ThreadSource source = thread_source.load(std::memory_order_relaxed);
   const int threads = source != nullptr ? source() : omp_get_max_threads();
   return threads > 1 ? threads : 1;
+}
+
+int openmp_threads() { return omp_get_max_threads(); }
+
+const char* openmp_library() {
+  Dl_info found;
+  const bool known = dladdr(reinterpret_cast<const void*>(&omp_get_max_threads), &found) != 0;
+  return known && found.dli_fname != nullptr ? found.dli_fname : "";
 }
 
 void set_thread_source(ThreadSource source) { thread_source.store(source, std::memory_order_relaxed); }

@@ -13,6 +13,11 @@ int max_threads();
 using ThreadSource = int (*)();
 void set_thread_source(ThreadSource source);
 
+// OpenMP's own count of threads for the next region of this thread: torch's count, where both use the same runtime.
+int openmp_threads();
+// Path of the OpenMP runtime that regions here run on; "" where the loader does not tell.
+const char* openmp_library();
+
 // Runs body(context, thread, count) on `threads` threads and waits. `count`, the same for all, may be less than
 // `threads` where the runtime grants fewer: divide the work by it. The first exception is thrown again here.
 // Small `threads` save no time of the others: a region always wakes all of max_threads() (parallel.cpp says why).
