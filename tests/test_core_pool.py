@@ -163,7 +163,9 @@ def test_pins_nest() -> None:
 
 @needs_two_cpus
 def test_a_team_that_grows_stays_on_the_cores() -> None:
-    """Threads that OpenMP has to start inherit the cores."""
+    """Threads that libgomp has to start inherit the cores; libiomp5 hands out the process's."""
+    if "libgomp" not in _C.openmp_library():
+        pytest.skip(f"{_C.openmp_library()} binds the threads that it starts")
 
     def work() -> None:
         with pin([CPUS[1]]):
@@ -172,6 +174,19 @@ def test_a_team_that_grows_stays_on_the_cores() -> None:
                 assert team_cpus() == [[CPUS[1]]] * threads
 
     in_thread(work)
+
+
+@needs_two_cpus
+@pytest.mark.parametrize("core", CPUS[:2])
+def test_the_first_region_of_a_thread_does_not_undo_a_pin(core: int) -> None:
+    """libiomp5 sets the mask of a thread back in it."""
+
+    def work() -> list[list[int]]:
+        with pin([core]):
+            torch.randn(100, 1000).exp()
+            return team_cpus()
+
+    assert in_thread(work) == [[core]]
 
 
 @needs_two_cpus

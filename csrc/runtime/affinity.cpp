@@ -76,6 +76,9 @@ std::vector<ThreadMask> bind_team(const std::vector<int>& cpus, const std::map<i
   const CpuMask common(cpus);
   std::map<int, CpuMask> own;
   for (const auto& [thread_id, mask] : exceptions) own.emplace(thread_id, CpuMask(mask));
+  const CpuMask of_caller = CpuMask::of_this_thread();
+  enter_openmp();
+  of_caller.bind_this_thread();
   return on_team([&](ThreadMask& before) {
     before = mask_of_this_thread();
     const auto found = own.find(before.thread_id);

@@ -1,7 +1,8 @@
 // On which CPUs threads run: those of the OpenMP team that the calling thread uses for its kernels and torch's.
 //
 // Each thread that opens parallel regions has a team of its own, whose threads only that team can reach; so the team
-// binds itself, in a region. Threads that the runtime starts later inherit the mask of the calling thread.
+// binds itself, in a region. Threads that the runtime starts later inherit the mask of the calling thread with libgomp;
+// with libiomp5 they have that of the process.
 #pragma once
 
 #include <map>

@@ -55,6 +55,13 @@ const char* openmp_library() {
 
 void set_thread_source(ThreadSource source) { thread_source.store(source, std::memory_order_relaxed); }
 
+void enter_openmp() {
+  if (forked || region_threads > 0 || omp_in_parallel() != 0) return;
+  std::atomic<int> entered{0};
+#pragma omp parallel num_threads(1) default(none) shared(entered)
+  entered.fetch_add(1, std::memory_order_relaxed);
+}
+
 void parallel_run(int threads, ParallelBody body, void* context) {
   if (threads <= 1 || forked || region_threads > 0 || omp_in_parallel() != 0) {
     const RegionScope scope(1);

@@ -18,6 +18,10 @@ int openmp_threads();
 // Path of the OpenMP runtime that regions here run on; "" where the loader does not tell.
 const char* openmp_library();
 
+// Makes the OpenMP runtime do for this thread what it does in a thread's first region, and never again: libiomp5 sets
+// the thread's CPU mask back to the process's.
+void enter_openmp();
+
 // Runs body(context, thread, count) on `threads` threads and waits. `count`, the same for all, may be less than
 // `threads` where the runtime grants fewer: divide the work by it. The first exception is thrown again here.
 // Small `threads` save no time of the others: a region always wakes all of max_threads() (parallel.cpp says why).

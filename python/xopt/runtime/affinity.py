@@ -5,7 +5,7 @@ threads it has is a setting of that Python thread, which torch.set_num_threads m
 the default of threads that have none yet, which is put back here: what a worker uses is no business of the others.
 
 All threads of a team may run on all of its cores. Binding each to a core of its own would leave the calling thread on
-one core, and everything that it starts later (a team that OpenMP has to rebuild, loader processes) would crowd there.
+one core, and everything that it starts later (a team that libgomp has to rebuild, loader processes) would crowd there.
 """
 
 import os
