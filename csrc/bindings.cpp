@@ -159,6 +159,7 @@ Masks pairs_of(std::vector<ThreadMask> masks) {
 }
 
 // Linux's refusals are OSError in Python, with their errno.
+// NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11's signature
 void translate_system_error(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);

@@ -9,6 +9,7 @@ namespace xopt_pool {
 namespace {
 
 constexpr size_t kLeast = size_t{64} << 20;
+constexpr size_t kUsual = size_t{256} << 30;
 constexpr uint32_t kGranulesPerPage = kPage / kGranule;
 
 constexpr size_t round_to(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -22,9 +23,10 @@ void* map(size_t bytes, int protection) {
 
 bool Extents::reserve() {
   if (base_ != nullptr) return true;
-  // Twice the memory there is, so that what is scattered still finds room.
-  size_t wanted =
-      round_to(2 * static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE)), kPage);
+  // Twice the memory there is, so that what is scattered still finds room; and no less than kUsual, since a virtual
+  // machine may be given more memory while it runs.
+  const size_t twice = 2 * static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  size_t wanted = twice > kUsual ? round_to(twice, kPage) : kUsual;
   for (; wanted >= kLeast; wanted = round_to(wanted / 2, kPage)) {
     char* mapped = static_cast<char*>(map(wanted + kPage, PROT_NONE));
     if (mapped == nullptr) continue;

@@ -12,12 +12,14 @@
 #include "pool/blocks.h"
 #include "pool/extents.h"
 
+// NOLINTBEGIN(bugprone-reserved-identifier): they are glibc's names
 extern "C" {
 void* __libc_malloc(size_t bytes);
 void* __libc_realloc(void* block, size_t bytes);
 void* __libc_memalign(size_t alignment, size_t bytes);
 void __libc_free(void* block);
 }
+// NOLINTEND(bugprone-reserved-identifier)
 
 namespace {
 
