@@ -14,7 +14,7 @@ ROOT = Path("/")
 _Number = TypeVar("_Number", int, float)
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
-_ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
+_ALLOCATORS = ("xopt_pool", "tcmalloc", "jemalloc", "mimalloc")
 # A cgroup v1 without a memory limit shows the largest multiple of the page size that fits in 63 bits.
 _V1_NO_MEMORY_LIMIT = 1 << 60
 
