@@ -436,18 +436,17 @@ def test_the_thread_of_a_task_ends_with_it() -> None:
     worker.join()
 
 
-def test_a_task_after_a_fork() -> None:
+def test_a_task_and_a_pin_after_a_fork() -> None:
     """The child makes a thread of its own, since it has none of its parent's."""
-    program = """
-        import os, torch, xopt
-        pool = xopt.runtime.CorePool()
-        task = xopt.runtime.Task(lambda: sorted(os.sched_getaffinity(0)), pool)
-        expected = task().result()
-        child = os.fork()
-        if child == 0:
-            with xopt.runtime.pin(pool):
-                same = sorted(os.sched_getaffinity(0)) == expected
-            os._exit(0 if same and task().result() == expected else 3)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), task().result() == expected)
-    """
-    assert fresh_process.output_of(program) == "0 True"
+    task = Task(lambda: sorted(os.sched_getaffinity(0)), CorePool(cores=CPUS[:1]))
+    assert task().result() == CPUS[:1]
+    child = os.fork()
+    if child == 0:
+        try:
+            with pin(CPUS[:1]):
+                same = sorted(os.sched_getaffinity(0)) == CPUS[:1]
+            os._exit(0 if same and task().result() == CPUS[:1] else 3)
+        finally:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert task().result() == CPUS[:1]

@@ -28,10 +28,8 @@ import json, os, resource, threading, torch, xopt
 from xopt.runtime import memory_pool
 
 torch.manual_seed(0)
-layers = [torch.nn.Conv2d(3, 12, 3, padding=1)]
-for _ in range(2):
-    layers += [torch.nn.SiLU(), torch.nn.Conv2d(12, 12, 3, padding=1)]
-model = torch.nn.Sequential(*layers).eval()
+convolutions = torch.nn.Conv2d(3, 12, 3, padding=1), torch.nn.Conv2d(12, 12, 3, padding=1)
+model = torch.nn.Sequential(convolutions[0], torch.nn.SiLU(), convolutions[1]).eval()
 image = torch.randn(1, 3, 896, 896)
 
 def faults():
@@ -183,7 +181,7 @@ def test_the_preloaded_pool_removes_page_faults(said_with_torch: Any) -> None:
     assert said["without"] > 10_000
     assert said["steady"] < said["without"] / 100
     assert said["in_thread"] < said["without"] / 100
-    assert said["hits"] >= 15
+    assert said["hits"] >= 9
     assert said["misses"] == 0
     assert said["live"] >= said["bytes"]
     assert said["peak"] >= 2 * said["bytes"]

@@ -111,7 +111,7 @@ def same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data(), rows=st.integers(0, 9), parts=st.integers(1, 5))
 def test_what_is_split_and_joined_is_what_it_was(data: st.DataObject, rows: int, parts: int) -> None:
     value, hint = data.draw(nested(rows))
@@ -124,7 +124,7 @@ def test_what_is_split_and_joined_is_what_it_was(data: st.DataObject, rows: int,
     assert torch.equal(torch.cat([args[0] for args, _ in calls]), batch)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(rows=st.integers(0, 9), parts=st.integers(1, 5), dim=st.integers(-3, 2))
 def test_a_part_is_a_view_of_its_rows(rows: int, parts: int, dim: int) -> None:
     shape = [2, 3, 4]
