@@ -174,6 +174,7 @@ void bind_threads(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> unlocked;
   m.def("max_threads", &max_threads, "How many threads a kernel called now may use.");
   m.def("openmp_threads", &openmp_threads, "OpenMP's own count of threads for the next region of this thread.");
+  m.def("openmp_cpus", &openmp_cpus, "CPUs that OpenMP binds threads to, if it does; else none, or the process's.");
   m.def("openmp_library", &openmp_library, "Path of the OpenMP runtime that kernels run on.");
   m.def(
       "bind_team",

@@ -21,7 +21,7 @@ import xopt
 from xopt.runtime import CorePool, Hints, MultiStream
 from xopt.runtime.hints import join, split_call, split_sizes
 
-CPUS = sorted(os.sched_getaffinity(0))
+CPUS = sorted(CorePool())
 ONE = CorePool(cores=CPUS[:1])
 
 Tensor = torch.Tensor

@@ -40,8 +40,9 @@ class CpuMask {
   }
 
   std::vector<int> cpus() const {
+    const size_t count = static_cast<size_t>(CPU_COUNT_S(bytes(), bits_.data()));
     std::vector<int> set;
-    for (int cpu = 0; cpu < kMostCpus; ++cpu) {
+    for (int cpu = 0; set.size() < count; ++cpu) {
       if (CPU_ISSET_S(static_cast<size_t>(cpu), bytes(), bits_.data())) set.push_back(cpu);
     }
     return set;
@@ -84,6 +85,12 @@ std::vector<ThreadMask> bind_team(const std::vector<int>& cpus, const std::map<i
     const auto found = own.find(before.thread_id);
     (found == own.end() ? common : found->second).bind_this_thread();
   });
+}
+
+std::vector<int> openmp_cpus() {
+  std::vector<int> cpus(static_cast<size_t>(openmp_place_cpus(nullptr, 0)));
+  openmp_place_cpus(cpus.data(), static_cast<int>(cpus.size()));
+  return cpus;
 }
 
 std::vector<ThreadMask> team_masks() {

@@ -24,4 +24,8 @@ std::vector<ThreadMask> bind_team(const std::vector<int>& cpus, const std::map<i
 // What each thread of the team may run on now, the calling thread first.
 std::vector<ThreadMask> team_masks();
 
+// The CPUs of OpenMP's places: what it binds its threads to, if it does; else empty, or those of the process. A process
+// whose threads OpenMP binds (OMP_PROC_BIND, GOMP_CPU_AFFINITY, KMP_AFFINITY) has its main thread on one of them alone.
+std::vector<int> openmp_cpus();
+
 }  // namespace xopt

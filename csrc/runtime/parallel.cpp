@@ -47,6 +47,16 @@ int max_threads() {
 
 int openmp_threads() { return omp_get_max_threads(); }
 
+int openmp_place_cpus(int* cpus, int most) {
+  int count = 0;
+  for (int place = 0; place < omp_get_num_places(); ++place) {
+    const int size = omp_get_place_num_procs(place);
+    if (count + size <= most) omp_get_place_proc_ids(place, cpus + count);
+    count += size;
+  }
+  return count;
+}
+
 const char* openmp_library() {
   Dl_info found;
   const bool known = dladdr(reinterpret_cast<const void*>(&omp_get_max_threads), &found) != 0;

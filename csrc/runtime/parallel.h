@@ -15,6 +15,8 @@ void set_thread_source(ThreadSource source);
 
 // OpenMP's own count of threads for the next region of this thread: torch's count, where both use the same runtime.
 int openmp_threads();
+// The CPUs of OpenMP's places, of which at most `most` are written: how many there are.
+int openmp_place_cpus(int* cpus, int most);
 // Path of the OpenMP runtime that regions here run on; "" where the loader does not tell.
 const char* openmp_library();
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from xopt import machine
+from xopt import _C, machine
 from xopt.runtime.affinity import TeamBinding
 
 _Parameters = ParamSpec("_Parameters")
@@ -31,7 +31,7 @@ class CorePool:
         if cores is not None:
             self._cores = _checked(cores)
         else:
-            self._cores = _cores_of_process() if node is None else _cores_of_node(node)
+            self._cores = machine.one_cpu_a_core(_cpus_of_process()) if node is None else _cores_of_node(node)
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -77,15 +77,16 @@ def _checked(cores: Iterable[int]) -> tuple[int, ...]:
     return named
 
 
-def _cores_of_process() -> tuple[int, ...]:
-    return machine.one_cpu_a_core(os.sched_getaffinity(os.getpid()))
+def _cpus_of_process() -> set[int]:
+    """Those of the main thread; and OpenMP's, which may have bound the main thread to one of them."""
+    return os.sched_getaffinity(os.getpid()).union(_C.openmp_cpus())
 
 
 def _cores_of_node(node: int) -> tuple[int, ...]:
     nodes = {known.node: machine.parse_cpus(known.cpus) for known in machine.numa_nodes()}
     if node not in nodes:
         raise ValueError(f"CorePool: node: there is no NUMA node {node}; there are: {sorted(nodes)}")
-    allowed = os.sched_getaffinity(os.getpid())
+    allowed = _cpus_of_process()
     cores = machine.one_cpu_a_core(allowed.intersection(nodes[node]))
     if not cores:
         raise ValueError(
