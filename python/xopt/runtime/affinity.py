@@ -31,7 +31,11 @@ def _in_new_thread(call: Callable[[], _Result]) -> _Result:
 
 
 def set_own_threads(count: int) -> None:
-    """torch.set_num_threads for the calling thread alone: threads that come later keep the default that there was."""
+    """torch.set_num_threads for the calling thread alone: threads that come later keep the default that there was.
+
+    torch has no such setting, so for a moment `count` is the default: a thread whose first parallel operator falls into
+    it would keep `count`.
+    """
     with _default_in_use:
         default = _in_new_thread(torch.get_num_threads)
         torch.get_num_threads()  # torch gives a thread the default when it first asks, were it after its own setting
