@@ -243,6 +243,17 @@ def test_an_optimized_model_in_streams() -> None:
         assert torch.equal(multi(x), multi(x))
 
 
+def test_streams_can_be_optimized() -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        exact = model(x)
+        multi = xopt.optimize(MultiStream(model, [ONE] * 2), dtype=torch.float32)
+        assert torch.allclose(multi(x), exact, atol=1e-5)
+        assert torch.allclose(multi(x), exact, atol=1e-5)
+    assert "linear+gelu_erf" in str(xopt.report(multi))
+
+
 def test_each_stream_runs_on_its_cores() -> None:
     seen: list[tuple[int, set[int], int, int]] = []
 

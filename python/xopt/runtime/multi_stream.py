@@ -47,6 +47,7 @@ class MultiStream(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.training = model.training
         self._tasks = [Task(_call, part) for part in _pools(pool, streams)]
         self._split = split
         self._join = join
