@@ -6,6 +6,7 @@ Prints what it is about to do, so that after a fault the last line tells which c
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -167,6 +168,38 @@ def rotary_calls(caller: Caller, positions: int, half: int, kept: int, dtype: to
         caller.call(f"rotary {where} {options}", torch.ops.xopt.rotary, query, key, cos, sin, **options)
 
 
+def conv_calls(
+    caller: Caller, channels: int, out: int, size: int, packed_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Images lie with their channels last, so it is such memory that is placed at the guard page."""
+    ops = torch.ops.xopt
+    kernels = (((1, 1), 1, 0), ((3, 3), 1, 1), ((2, 3), 2, 0), ((7, 1), 3, 3))
+    for (kernel, stride, padding), groups in itertools.product(kernels, (1, channels)):
+        where = f"{channels}x{size}x{size} by {kernel}, groups {groups}, {dtype} by {packed_dtype}"
+        total = out if groups == 1 else channels
+        weight = torch.randn(total, channels // groups, *kernel).to(dtype)
+        pixels = torch.randn(2, size + 7, size, channels).to(dtype)
+        geometry = {"stride": [stride] * 2, "padding": [padding] * 4, "dilation": [1, 1], "groups": groups}
+        vectors = torch.randn(2, total).to(dtype)
+        (packed,) = caller.call(f"conv_pack {where}", ops.conv_pack, weight, groups=groups, dtype=packed_dtype)
+
+        def unpack(packed: Tensor, size: torch.Size = weight.shape, groups: int = groups) -> object:
+            return ops.conv_unpack(packed, size, groups, packed_dtype)
+
+        def conv(
+            pixels: Tensor, packed: Tensor, bias: Tensor, scale: Tensor, other: Tensor | None = None, **options: object
+        ) -> Tensor:
+            if other is not None:
+                options |= {"other": other.movedim(-1, 1), "binary": "add", "activation": "relu"}
+            size, x = options.pop("size"), pixels.movedim(-1, 1)
+            return torch.as_tensor(ops.conv(x, packed, size, bias, scale=scale, **options)).movedim(1, -1)
+
+        caller.call(f"conv_unpack {where}", unpack, packed)
+        options = geometry | {"size": weight.shape}
+        (result,) = caller.call(f"conv {where}", conv, pixels, packed, vectors[0], vectors[1], **options)
+        caller.call(f"conv {where}, add", conv, pixels, packed, vectors[0], vectors[1], result, **options)
+
+
 def main(mode: str) -> None:
     import xopt  # noqa: F401  (registers the operators)
 
@@ -182,6 +215,10 @@ def main(mode: str) -> None:
             attention_calls(caller, m, n, k, dtype)
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             norm_calls(caller, m, n, dtype, FLOATS[index % 3])
+    for index, (channels, out, size) in enumerate(((1, 1, 3), (3, 33, 5), (17, 5, 4), (32, 64, 3), (65, 16, 3))):
+        for packed_dtype in FLOATS:
+            conv_calls(caller, channels, out, size, packed_dtype, FLOATS[index % 3])
+            conv_calls(caller, channels, out, size, packed_dtype, packed_dtype)
     print(f"calls made: {caller.calls}")
 
 

@@ -161,6 +161,7 @@ ACTIVATIONS: dict[str, tuple[Function, float, bool, bool]] = {
     "tanh": (lambda x, _a, _b: torch.tanh(x), 1.0, True, False),
     "hardswish": (lambda x, _a, _b: x * hardsigmoid(x), 1.5, True, True),
     "hardsigmoid": (lambda x, _a, _b: hardsigmoid(x), 1 / 6, True, False),
+    "quick_gelu": (lambda x, _a, _b: x * torch.sigmoid(single(1.702) * x), 1.1, True, True),
     "leaky_relu": (lambda x, a, _b: torch.where(x < 0, x * a, x), 1.0, False, False),
     "clamp": (lambda x, a, b: x.clamp(a, b), 1.0, False, False),
 }

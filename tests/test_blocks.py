@@ -172,11 +172,6 @@ def test_switches() -> None:
 # ---- Forwards that are no fixed sequence of steps ------------------------------------------------------------------
 
 
-class BranchOnSize(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.shape[1] > 5 else x * 2)
-
-
 class BranchOnValue(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.sum() > 0 else -x)
@@ -232,7 +227,7 @@ class UsesNumpy(Mlp):
 
 
 UNFIXED = [
-    *(BranchOnSize, BranchOnValue, ItemOfValue, Counter, LoopOverRows),
+    *(BranchOnValue, ItemOfValue, Counter, LoopOverRows),
     *(ChangesItsInput, KeepsAnAlias, ConstantInside, WritesToAPart, UsesNumpy),
 ]
 
@@ -248,6 +243,61 @@ def test_what_is_no_fixed_sequence_runs_its_own_forward(kind: type[nn.Module]) -
             torch.testing.assert_close(optimized(given), source(kept))
             assert torch.equal(given, kept)
     assert all(not fusion.fused for fusion in xopt.report(optimized).fusions if fusion.path == "0")
+
+
+# ---- Forwards that look at sizes -----------------------------------------------------------------------------------
+
+
+class BranchOnSize(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.shape[1] > 5 else x * 2)
+
+
+class SizeAsNumber(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / math.sqrt(x.size(-1))) * float(len(range(x.shape[1])))
+
+
+class SizeAsTruth(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] - 3 else x
+
+
+class SizeAmongOthers(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.shape[1] in (3, 8) else 1) + (x.shape[0] == x.shape[1])
+
+
+@pytest.mark.parametrize("kind", [BranchOnSize, SizeAsNumber, SizeAsTruth, SizeAmongOthers])
+def test_a_forward_that_looks_at_sizes_has_a_program_for_each_way(kind: type[nn.Module]) -> None:
+    source = nn.Sequential(kind()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    source = copy.deepcopy(source)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for length in (8, 3, 8, 3, 1, 2, 4, 5, 6, 7, 8, 3, 8, 1):  # more than there are programs for
+            for batch in (1, 2):
+                x = torch.randn(batch, length, 64, generator=generator)
+                torch.testing.assert_close(optimized(x), source(x))
+    assert any(fusion.fused for fusion in xopt.report(optimized).fusions)
+
+
+def test_both_ways_of_a_branch_stay_fused() -> None:
+    runs = []
+
+    class Watched(BranchOnSize):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(x.shape)
+            return super().forward(x)
+
+    optimized = xopt.optimize(nn.Sequential(Watched()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for length in (8, 3, 8, 3):
+            optimized(torch.randn(2, length, 64))
+        before = len(runs)
+        for length in (8, 3, 9, 2):
+            optimized(torch.randn(2, length, 64))
+    assert len(runs) == before, "the module's own forward ran again"
 
 
 class Options(Mlp):

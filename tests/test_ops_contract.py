@@ -23,6 +23,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 N, K = 40, 24
 
 SCHEMAS = {
+    "conv": "conv(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, int[] stride, int[] padding, "
+    'int[] dilation, int groups=1, Tensor? scale=None, str activation="none", float alpha=0., float beta=0., '
+    'str binary="none", Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor',
+    "pool": "pool(Tensor input, str kind, *, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
+    "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor",
+    "conv_pack": "conv_pack(Tensor weight, int groups=1, *, ScalarType dtype) -> Tensor",
+    "conv_unpack": "conv_unpack(Tensor packed, int[] weight_size, int groups, ScalarType dtype) -> Tensor",
     "layer_norm": "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, "
     "float eps=1.0000000000000001e-05, Tensor? residual=None, "
     "bool return_sum=False, ScalarType? out_dtype=None) -> (Tensor out, Tensor sum)",
@@ -50,6 +57,8 @@ SCHEMAS = {
     "-> (Tensor gate, Tensor up)",
     "linear_unpack_int8": "linear_unpack_int8(Tensor packed, int out_features, int in_features) "
     "-> (Tensor weight, Tensor scale, Tensor zero_point)",
+    "packed_rows": "packed_rows(Tensor packed, Tensor indices, int out_features, int in_features, ScalarType dtype) "
+    "-> Tensor",
     "qlinear": "qlinear(Tensor input, Tensor input_scale, Tensor? input_zero_point, Tensor packed, int out_features, "
     'Tensor? bias=None, *, str activation="none", float alpha=0., float beta=0., str binary="none", '
     "Tensor? other=None, bool activation_last=False, ScalarType out_dtype=6, float output_scale=1., "
@@ -151,6 +160,43 @@ def samples_rotary() -> Iterator[Call]:
         yield (query, key, random(2, 5, 6, dtype=dtype), random(1, 5, 6)), {"interleaved": True}
 
 
+CONV_WEIGHTS = (((10, 3, 3, 3), 1), ((8, 1, 3), 8), ((12, 2, 1, 2, 3), 6), ((80, 4, 1, 1), 2))
+
+
+def samples_conv() -> Iterator[Call]:
+    for dtype, (size, groups) in itertools.product(FLOATS, CONV_WEIGHTS):
+        dims = len(size) - 2
+        x = random(2, size[1] * groups, *(5, 6, 7)[:dims], dtype=dtype)
+        weight = ops.conv_pack(random(*size), groups, dtype=dtype)
+        geometry = {"stride": [2] * dims, "padding": [1, 0] * dims, "dilation": [1] * dims, "groups": groups}
+        yield (x, weight, list(size), random(size[0])), geometry
+        out = ops.conv(x, weight, list(size), **geometry)
+        yield (
+            (x.movedim(1, -1).contiguous().movedim(-1, 1), weight, list(size)),
+            geometry | {"scale": random(size[0]), "activation": "relu", "binary": "add", "other": out},
+        )
+        yield (x[:0], weight, list(size)), geometry | {"out_dtype": torch.float32}
+
+
+def samples_pool() -> Iterator[Call]:
+    for dtype, dims, ceil_mode in itertools.product(FLOATS, (1, 2, 3), (False, True)):
+        geometry = {"kernel_size": [3] * dims, "stride": [2] * dims, "padding": [1] * dims, "dilation": [1] * dims}
+        x = random(2, 5, *(6, 7, 5)[:dims], dtype=dtype)
+        yield (x, "max"), geometry | {"ceil_mode": ceil_mode}
+        yield (x.movedim(1, -1).contiguous().movedim(-1, 1), "average"), geometry | {"count_include_pad": False}
+        yield (x[:0], "average"), geometry | {"divisor": 3}
+
+
+def samples_conv_pack() -> Iterator[Call]:
+    for dtype, (size, groups) in itertools.product(FLOATS, CONV_WEIGHTS):
+        yield (random(*size, dtype=dtype), groups), {"dtype": torch.bfloat16}
+
+
+def samples_conv_unpack() -> Iterator[Call]:
+    for dtype, (size, groups) in itertools.product(FLOATS, CONV_WEIGHTS):
+        yield (ops.conv_pack(random(*size), groups, dtype=dtype), list(size), groups, dtype), {}
+
+
 def samples_linear_pack() -> Iterator[Call]:
     for source, dtype in itertools.product(FLOATS, FLOATS):
         yield (random(N, K, dtype=source),), {"dtype": dtype}
@@ -181,6 +227,13 @@ def samples_linear_unpack_int8() -> Iterator[Call]:
     yield (packed_int8(), N, K), {}
 
 
+def samples_packed_rows() -> Iterator[Call]:
+    for dtype in FLOATS:
+        yield (packed(dtype), torch.tensor([[3, N - 1, 0], [3, 31, 32]]), N, K, dtype), {}
+    yield (packed(), torch.tensor(7, dtype=torch.int32), N, K, torch.float32), {}
+    yield (packed(), torch.zeros(0, 2, dtype=torch.int64), N, K, torch.float32), {}
+
+
 def samples_of(op: str) -> list[Call]:
     generator = globals().get(f"samples_{op}")
     assert generator is not None, f"xopt::{op} has no samples: add samples_{op}() to {__name__}"
@@ -209,8 +262,13 @@ def test_arguments_are_not_changed_and_results_repeat(op: str) -> None:
         before = [tensor.clone() for tensor in tensors]
         results = [getattr(ops, op)(*args, **kwargs) for _ in range(2)]
         first, second = (result if isinstance(result, (tuple, list)) else [result] for result in results)
-        assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(first, second, strict=True))
+        assert all(torch.equal(a, b) and is_dense(a) for a, b in zip(first, second, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def is_dense(x: Tensor) -> bool:
+    """Contiguous, or with dimension 1 last in memory, as convolutions answer."""
+    return x.is_contiguous() or x.movedim(1, -1).is_contiguous()
 
 
 # ---- Bad arguments -------------------------------------------------------------------------------------------------
@@ -324,6 +382,18 @@ BAD_ROWS: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.rotary(HEADS, HEADS, ANGLES, HEADS), r"sin: expected \[batch, .*\], got shape"),
     (lambda: ops.rotary(HEADS[..., :7], HEADS, ANGLES, ANGLES), r"query: expected an even depth, got shape"),
 ]
+INDICES = torch.tensor([1, 2])
+BAD_PACKED_ROWS: list[tuple[Callable[[], object], str]] = [
+    (lambda: ops.packed_rows(X, INDICES, N, K, torch.float32), "packed: expected dtype uint8, got float32"),
+    (lambda: ops.packed_rows(packed_gated(), INDICES, N, K, torch.float32), "packed: .* got a gated pair"),
+    (lambda: ops.packed_rows(packed_int8(), INDICES, N, K, torch.float32), "dtype: expected int8, .* got float32"),
+    (lambda: ops.packed_rows(packed(), INDICES, N, K, torch.float64), "dtype: expected one of .* got float64"),
+    (lambda: ops.packed_rows(packed(), INDICES, N + 1, K, torch.float32), f"out_features: expected {N}, got {N + 1}"),
+    (lambda: ops.packed_rows(packed(), INDICES, N, K + 1, torch.float32), f"in_features: expected {K}, got {K + 1}"),
+    (lambda: ops.packed_rows(packed(), X, N, K, torch.float32), "indices: expected dtype int64 or int32, got float32"),
+    (lambda: ops.packed_rows(packed(), INDICES - 2, N, K, torch.float32), rf"indices: .* in \[0, {N}\), got -1"),
+    (lambda: ops.packed_rows(packed(), INDICES + N, N, K, torch.float32), rf"indices: .* got {N + 1}"),
+]
 PAIR_OF_PANELS = packed(n=2 * N)
 BAD_COLUMNS: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.linear(X, PAIR_OF_PANELS, 32, first_column=5), "first_column: expected a multiple of 32 .* got 5"),
@@ -350,7 +420,17 @@ BAD_PACK: list[tuple[Callable[[], object], str]] = [
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("call", "message"),
-    [*BAD_LINEAR, *BAD_GATED, *BAD_NORM, *BAD_QLINEAR, *BAD_ATTENTION, *BAD_ROWS, *BAD_COLUMNS, *BAD_PACK],
+    [
+        *BAD_LINEAR,
+        *BAD_GATED,
+        *BAD_NORM,
+        *BAD_QLINEAR,
+        *BAD_ATTENTION,
+        *BAD_ROWS,
+        *BAD_COLUMNS,
+        *BAD_PACKED_ROWS,
+        *BAD_PACK,
+    ],
 )
 def test_bad_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(RuntimeError, match=f"xopt::[a-z_0-9]+: {message}"):
@@ -537,6 +617,10 @@ def test_gradient_is_refused_not_lost() -> None:
             ops.linear(wants_gradient, packed(), N)
     with pytest.raises(RuntimeError, match="xopt::linear: bias: requires a gradient"):
         ops.linear(X, packed(), N, bias)
+    geometry = {"stride": [1], "padding": [0, 0], "dilation": [1]}
+    weight = ops.conv_pack(random(2, 3, 1), 1, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="xopt::conv: scale: requires a gradient"):
+        ops.conv(random(1, 3, 4), weight, [2, 3, 1], scale=torch.nn.Parameter(random(2)), **geometry)
     with pytest.raises(RuntimeError, match="xopt::linear_gated: up_bias: requires a gradient"):
         ops.linear_gated(X, packed_gated(), N, None, bias)
     with pytest.raises(RuntimeError, match="xopt::linear_norm: norm_weight: requires a gradient"):

@@ -439,9 +439,10 @@ def test_arguments_of_ipex(caplog: pytest.LogCaptureFixture) -> None:
             level="O1",
             inplace=False,
             conv_bn_folding=True,
+            optimize_lstm=True,
             weights_prepack=False,
         )
-    assert "conv_bn_folding has no effect" in caplog.text
+    assert "optimize_lstm has no effect" in caplog.text
     assert type(result[0].weight) is nn.Parameter
 
 
@@ -449,7 +450,8 @@ def test_report_counts() -> None:
     report = xopt.report(xopt.optimize(tagger(), dtype=torch.bfloat16))
     by_path = {entry.path: entry for entry in report.entries}
     assert by_path["inner.0"].detail == "packed as bfloat16"
-    assert by_path["words"].detail == "cast to bfloat16"
+    assert by_path["head"].detail == "packed as bfloat16"
+    assert by_path["words"].detail == "reads the packed weight of the linear layer that it shares it with"
     assert not by_path["norm"].optimized
     assert '"path": "inner.0"' in report.to_json()
     assert 0.0 < report.optimized_linear_share <= 1.0

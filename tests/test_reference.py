@@ -28,6 +28,7 @@ DOUBLE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": F.tanh,
     "hardswish": F.hardswish,
     "hardsigmoid": F.hardsigmoid,
+    "quick_gelu": lambda x: x * F.sigmoid(reference.single(1.702) * x),
     "leaky_relu": lambda x: F.leaky_relu(x, 0.25),
     "clamp": lambda x: x.clamp(0.25, 0.5),
 }

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 WORDS = torch.arange(34).reshape(2, 17) * 7 % 250
 PIXELS = torch.linspace(-2, 2, 2 * 3 * 32 * 32).sin().reshape(2, 3, 32, 32)
+SOUND = torch.linspace(-2, 2, 2 * 16 * 50).cos().reshape(2, 16, 50)
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 DECODER = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
@@ -53,6 +54,50 @@ def bart() -> Any:
     return transformers.BartModel(transformers.BartConfig(vocab_size=250, **DECODER, **heads))
 
 
+def bert_head() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=250, **SMALL))
+
+
+def gpt2() -> Any:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=250, **sizes))
+
+
+def gpt_neox() -> Any:
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=250, **SMALL))
+
+
+def gemma() -> Any:
+    sizes = SMALL | {"head_dim": 16, "num_key_value_heads": 2, "sliding_window": 8}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(vocab_size=250, **sizes))
+
+
+def clip_text() -> Any:
+    ends = {"bos_token_id": 0, "eos_token_id": 2}
+    return transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=250, **ends, **SMALL))
+
+
+def clip_vision() -> Any:
+    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(image_size=32, patch_size=8, **SMALL))
+
+
+def whisper() -> Any:
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    sizes = {"num_mel_bins": 16, "max_source_positions": 25}
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(vocab_size=250, **DECODER, **heads, **special, **sizes)
+    )
+
+
+def bart_head() -> Any:
+    return transformers.BartForConditionalGeneration(bart().config)
+
+
+def t5_head() -> Any:
+    return transformers.T5ForConditionalGeneration(t5().config)
+
+
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor], str]] = {
     "bert": (bert, {"input_ids": WORDS}, "last_hidden_state"),
     "roberta": (roberta, {"input_ids": WORDS}, "last_hidden_state"),
@@ -61,6 +106,15 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor], str]] = {
     "llama": (llama, {"input_ids": WORDS}, "logits"),
     "t5": (t5, {"input_ids": WORDS, "decoder_input_ids": WORDS[:, :5]}, "last_hidden_state"),
     "bart": (bart, {"input_ids": WORDS, "decoder_input_ids": WORDS[:, :5]}, "last_hidden_state"),
+    "bert with head": (bert_head, {"input_ids": WORDS}, "logits"),
+    "gpt2": (gpt2, {"input_ids": WORDS}, "logits"),
+    "gpt neox": (gpt_neox, {"input_ids": WORDS}, "logits"),
+    "gemma": (gemma, {"input_ids": WORDS}, "logits"),
+    "clip text": (clip_text, {"input_ids": WORDS}, "last_hidden_state"),
+    "clip vision": (clip_vision, {"pixel_values": PIXELS}, "last_hidden_state"),
+    "whisper": (whisper, {"input_features": SOUND, "decoder_input_ids": WORDS[:, :5]}, "logits"),
+    "t5 with head": (t5_head, {"input_ids": WORDS, "decoder_input_ids": WORDS[:, :5]}, "logits"),
+    "bart with head": (bart_head, {"input_ids": WORDS, "decoder_input_ids": WORDS[:, :5]}, "logits"),
 }
 
 
@@ -97,13 +151,9 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "bart"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma", "t5 with head", "bart with head"])
 def test_generate(name: str) -> None:
-    torch.manual_seed(0)
-    causal = {"t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration"}
     model = make(name)
-    if name in causal:
-        model = getattr(transformers, causal[name])(model.config).eval()
     arguments = {"attention_mask": torch.ones_like(WORDS), "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(WORDS, **arguments)
     assert torch.equal(xopt.optimize(model, dtype=torch.float32).generate(WORDS, **arguments), expected)

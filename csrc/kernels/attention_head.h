@@ -55,24 +55,6 @@ struct AttentionHead {
   }
 };
 
-// Rows of queries, for copy_row.
-template <class T>
-class QueryRows {
- public:
-  QueryRows(const AttentionHead<T>& head, DType dtype, const RowPlace* places)
-      : head_(head), dtype_(dtype), places_(places) {}
-
-  XOPT_INLINE Run run(int64_t row, int64_t k) const {
-    return {reinterpret_cast<const uint8_t*>(head_.queries(places_[row]) + k), head_.call.depth - k};
-  }
-  DType dtype() const { return dtype_; }
-
- private:
-  const AttentionHead<T>& head_;
-  DType dtype_;
-  const RowPlace* places_;
-};
-
 // What a row's sums have to be multiplied by in the end; 0 for a row that saw nothing, whose sums do not count.
 XOPT_INLINE float inverse_of(float sum) { return sum == 0 ? 0.0F : 1.0F / sum; }
 

@@ -173,13 +173,15 @@ class AttentionThread {
   }
 
   void copy_queries(const AttentionHead<T>& head, int64_t rows) const {
-    const QueryRows<T> view(head, dtype_, places_);
     for (int64_t k = 0; k < plan_.depth_blocks; ++k) {
       const int64_t first = k * Block::kMaxTiles * Block::kTileK;
       const int64_t padded = minimum(Block::kMaxTiles, plan_.depth_tiles - k * Block::kMaxTiles) * Block::kTileK;
       A* to = queries_ + k * kBlockValues;
       for (int64_t row = 0; row < rows; ++row, to += Block::kStride) {
-        copy_row<Block>(view, row, first, minimum(padded, call_.depth - first), padded, to);
+        const auto* from = reinterpret_cast<const uint8_t*>(head.queries(places_[row]) + first);
+        const int64_t count = minimum(padded, call_.depth - first);
+        copy_run<Block>(dtype_, from, count, to);
+        __builtin_memset(to + count, 0, static_cast<size_t>(padded - count) * sizeof(A));
       }
       clear_missing_rows(to, rows, padded);
     }

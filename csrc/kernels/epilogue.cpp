@@ -3,8 +3,9 @@
 //
 // A routine exists for each activation and each way out that is common (f32, bf16; the others share one that looks at
 // the dtype for every vector), so the inner loop holds no decision but well predicted ones.
-// Rows are done one after the other across all panels of a strip: the output is written in runs of cache lines, few
-// pages at a time.
+// Bias and scale of a panel are converted once for all rows of a call, two vectors are under way at a time, and 32
+// columns of bf16 go out as one cache line. Before, with all of that done for each vector, an epilogue of 1024 x 2304
+// took 40% of the time of its products, and a gelu 80%.
 #include "kernels/epilogue.h"
 
 #include "runtime/registry.h"
@@ -29,16 +30,16 @@ XOPT_INLINE void store_out(const Epilogue& e, int64_t index, F x, int64_t count)
   store_any(e.out, e.out_dtype, index, x, count);
 }
 
-// An accumulator vector as real numbers. `column` counts packed columns from the strip's first panel on.
+// An accumulator vector as real numbers: of a panel of the strip, from a column of that panel on.
 template <class Acc>
-XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueStrip& strip, int64_t row, int64_t column) {
-  const int64_t index = column / kPanelColumns * strip.acc_panel_stride + row * kPanelColumns + column % kPanelColumns;
+XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueStrip& strip, int64_t row, int64_t panel, int64_t column) {
+  const int64_t index = panel * strip.acc_panel_stride + row * kPanelColumns + column;
   if constexpr (Acc(0.5) != 0) {  // a float, said without <type_traits>
     return load(static_cast<const float*>(strip.acc) + index);
   } else {
     const Epilogue& e = call.epilogue;
     const PackedWeight& w = call.weight;
-    const int64_t packed_column = strip.panel * kPanelColumns + column;
+    const int64_t packed_column = (strip.panel + panel) * kPanelColumns + column;
     I acc = load_int(static_cast<const int32_t*>(strip.acc) + index);
     int32_t a_zero = strip.a_offset;
     const int64_t out_row = strip.row + row;
@@ -55,28 +56,79 @@ XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueStrip& strip, int64
   }
 }
 
-template <class Acc, Activation A, Out O>
+// Vectors of a tile's 16 columns.
+constexpr int64_t kTileVectors = kTileColumns / kWidth;
+
+// The values that a panel's columns have in common, held in registers over its rows.
+struct PanelColumns {
+  F bias[2 * kTileVectors], scale[2 * kTileVectors];
+
+  // `column`: the output column of packed column 0 of these `count` vectors, which go to bias[first] and on.
+  void load(const ColumnVector& biases, const ColumnVector& scales, int64_t first, int64_t column, int64_t columns) {
+    for (int64_t v = 0; v < kTileVectors; ++v) {
+      const int64_t at = v * kWidth, left = columns - at;
+      const bool inside = left > 0;
+      bias[first + v] =
+          inside && biases.data != nullptr ? load_any(biases.data, biases.dtype, column + at, left) : set1(0.0F);
+      scale[first + v] =
+          inside && scales.data != nullptr ? load_any(scales.data, scales.dtype, column + at, left) : set1(1.0F);
+    }
+  }
+};
+
+// A tile's worth of columns of one row, or two: finished values on their way out.
+template <Out O, int64_t Vectors>
+XOPT_INLINE void store_columns(const Epilogue& e, int64_t out, const F* x, int64_t columns) {
+  if constexpr (O == Out::bf16 && Vectors % 2 == 0) {
+    if (columns >= Vectors * kWidth) {
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < Vectors; v += 2) store_two(static_cast<Bf16*>(e.out) + out + v * kWidth, x[v], x[v + 1]);
+      return;
+    }
+  }
+#pragma GCC unroll 8
+  for (int64_t v = 0; v < Vectors; ++v) {
+    if (columns > v * kWidth) store_out<O>(e, out + v * kWidth, x[v], columns - v * kWidth);
+  }
+}
+
+enum class Other { none, given };
+
+// Rows [begin, end) of the strip, panel by panel: what columns have in common is loaded once for all of them.
+template <class Acc, Activation A, Out O, Other B>
 void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
+  constexpr int64_t kVectors = 2 * kTileVectors;
   const Epilogue& e = call.epilogue;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
-    const int64_t other_row = (strip.row + row) * e.other_row_stride + strip.column;
-    for (int64_t v = 0; v < strip.columns; v += kWidth) {
-      const int64_t count = strip.columns - v;
-      F x = dequantise<Acc>(call, strip, row, v);
-      if (e.bias.data != nullptr) x = add(x, load_any(e.bias.data, e.bias.dtype, strip.column + v, count));
-      if (e.binary == Binary::none) {
-        x = activate<A>(x, alpha, beta);
-      } else {
-        const F other = load_any(e.other, e.other_dtype, other_row + v, count);
-        if (e.activation_last) {
-          x = activate<A>(combine(e.binary, x, other), alpha, beta);
-        } else {
-          x = combine(e.binary, activate<A>(x, alpha, beta), other);
+  const bool scaled = e.scale.data != nullptr;
+  for (int64_t panel = 0; panel * kPanelColumns < strip.columns; ++panel) {
+    const int64_t c = panel * kPanelColumns;
+    const int64_t columns = strip.columns - c, column = strip.column + c;
+    PanelColumns shared;
+    shared.load(e.bias, e.scale, 0, column, columns);
+    shared.load(e.bias, e.scale, kTileVectors, column + kTileColumns, columns - kTileColumns);
+    for (int64_t row = begin; row < end; ++row) {
+      F x[kVectors];
+#pragma GCC unroll 8
+      for (int64_t v = 0; v < kVectors; ++v) {
+        x[v] = dequantise<Acc>(call, strip, row, panel, v * kWidth);
+        x[v] = scaled ? fma(x[v], shared.scale[v], shared.bias[v]) : add(x[v], shared.bias[v]);
+        if constexpr (B == Other::none) x[v] = activate<A>(x[v], alpha, beta);
+      }
+      if constexpr (B == Other::given) {
+        const int64_t other = (strip.row + row) * e.other_row_stride + column;
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < kVectors; ++v) {
+          if (columns <= v * kWidth) continue;
+          const F y = load_any(e.other, e.other_dtype, other + v * kWidth, columns - v * kWidth);
+          if (e.activation_last) {
+            x[v] = activate<A>(combine(e.binary, x[v], y), alpha, beta);
+          } else {
+            x[v] = combine(e.binary, activate<A>(x[v], alpha, beta), y);
+          }
         }
       }
-      store_out<O>(e, out + v, x, count);
+      store_columns<O, kVectors>(e, (strip.out_row + row) * e.out_row_stride + column, x, columns);
     }
   }
 }
@@ -86,30 +138,42 @@ template <class Acc, Activation A, Out O>
 void finish_gated_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
-    for (int64_t v = 0; v < strip.columns; v += kWidth) {
-      const int64_t count = strip.columns - v;
-      const int64_t packed = v / kTileColumns * kPanelColumns + v % kTileColumns;
-      F gate = dequantise<Acc>(call, strip, row, packed);
-      F up = dequantise<Acc>(call, strip, row, packed + kTileColumns);
-      if (e.bias.data != nullptr) gate = add(gate, load_any(e.bias.data, e.bias.dtype, strip.column + v, count));
-      if (e.up_bias.data != nullptr) up = add(up, load_any(e.up_bias.data, e.up_bias.dtype, strip.column + v, count));
-      store_out<O>(e, out + v, mul(activate<A>(gate, alpha, beta), up), count);
+  for (int64_t panel = 0; panel * kTileColumns < strip.columns; ++panel) {
+    const int64_t c = panel * kTileColumns;
+    const int64_t columns = strip.columns - c, column = strip.column + c;
+    PanelColumns shared;
+    shared.load(e.bias, {}, 0, column, columns);
+    shared.load(e.up_bias, {}, kTileVectors, column, columns);
+    for (int64_t row = begin; row < end; ++row) {
+      F x[kTileVectors];
+#pragma GCC unroll 8
+      for (int64_t v = 0; v < kTileVectors; ++v) {
+        const F gate = add(dequantise<Acc>(call, strip, row, panel, v * kWidth), shared.bias[v]);
+        const F up =
+            add(dequantise<Acc>(call, strip, row, panel, kTileColumns + v * kWidth), shared.bias[kTileVectors + v]);
+        x[v] = mul(activate<A>(gate, alpha, beta), up);
+      }
+      store_columns<O, kTileVectors>(e, (strip.out_row + row) * e.out_row_stride + column, x, columns);
     }
   }
 }
 
+template <class Acc, Activation A, Out O>
+EpilogueFn* select_kind(const GemmCall& call) {
+  if (call.weight.gated) return finish_gated_rows<Acc, A, O>;
+  return call.epilogue.binary == Binary::none ? finish_rows<Acc, A, O, Other::none>
+                                              : finish_rows<Acc, A, O, Other::given>;
+}
+
 template <class Acc, Activation A>
 EpilogueFn* select_out(const GemmCall& call) {
-  const bool gated = call.weight.gated;
   switch (call.epilogue.out_dtype) {
     case DType::f32:
-      return gated ? finish_gated_rows<Acc, A, Out::f32> : finish_rows<Acc, A, Out::f32>;
+      return select_kind<Acc, A, Out::f32>(call);
     case DType::bf16:
-      return gated ? finish_gated_rows<Acc, A, Out::bf16> : finish_rows<Acc, A, Out::bf16>;
+      return select_kind<Acc, A, Out::bf16>(call);
     default:
-      return gated ? finish_gated_rows<Acc, A, Out::any> : finish_rows<Acc, A, Out::any>;
+      return select_kind<Acc, A, Out::any>(call);
   }
 }
 
@@ -129,6 +193,7 @@ void select_epilogue(const GemmCall& call, EpilogueFn** chosen) {
     XOPT_ACTIVATION(tanh)
     XOPT_ACTIVATION(hardswish)
     XOPT_ACTIVATION(hardsigmoid)
+    XOPT_ACTIVATION(quick_gelu)
     XOPT_ACTIVATION(leaky_relu)
     XOPT_ACTIVATION(clamp)
 #undef XOPT_ACTIVATION

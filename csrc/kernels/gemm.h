@@ -2,7 +2,7 @@
 // (the packed weight's dtype; A may be any of the three and is converted on its way in) and of s8s8 and u8s8 (A's
 // dtype, then W's; int32 accumulation).
 //
-// The value of an element goes: accumulator -> dequantised (int8) -> + bias -> activation -> binary with `other`
+// The value of an element goes: accumulator -> dequantised (int8), or * scale -> + bias -> activation -> binary with `other`
 // (or binary, then activation) -> [gated: act(gate) * up] -> [+ residual, norm over the row] -> rounded to out_dtype.
 // All of it happens in fp32 while the block is in L1. Results do not depend on the number of threads.
 #pragma once
@@ -19,6 +19,7 @@ struct ColumnVector {
 };
 
 struct Epilogue {
+  ColumnVector scale;  // what sums of floats are multiplied by before the bias (a BatchNorm after a convolution)
   ColumnVector bias;
   ColumnVector up_bias;  // gated only
   Activation activation = Activation::none;

@@ -25,25 +25,30 @@ class Prefetches {
   int count_ = 0;
 };
 
-// Rows to do, spread evenly over steps to come.
-struct PacedRows {
-  int64_t next = 0, rows = 0, steps = 1, debt = 0;
+constexpr int64_t kEpilogueRows = 4, kCopyRows = 2;
 
-  void start(int64_t row_count, int64_t step_count) {
+// Rows to do, spread evenly over steps to come, a few at a time: what a call costs is shared by them.
+struct PacedRows {
+  int64_t next = 0, rows = 0, steps = 1, debt = 0, at_once = 1;
+
+  void start(int64_t row_count, int64_t step_count, int64_t rows_at_once) {
     next = 0;
+    at_once = rows_at_once;
     rows = row_count;
     steps = maximum<int64_t>(1, step_count);
     debt = 0;
   }
   // The rows up to which work is due after one more step.
   XOPT_INLINE int64_t due() {
-    int64_t end = next;
-    for (debt += rows; debt >= steps; debt -= steps) ++end;
-    return minimum(end, rows);
+    debt += rows;
+    if (debt < steps * at_once) return next;
+    const int64_t due_rows = debt / steps;
+    debt -= due_rows * steps;
+    return minimum(next + due_rows, rows);
   }
 };
 
-// Copier: copy_row(row) for rows of a block of A.
+// Copier: copy_rows(begin, end) for rows of a block of A.
 template <class Copier>
 class Background {
  public:
@@ -57,11 +62,11 @@ class Background {
     finish_epilogue();
     call_ = call;
     strip_ = strip;
-    epilogue_rows_.start(rows, steps);
+    epilogue_rows_.start(rows, steps, kEpilogueRows);
   }
   void defer_copy(const Copier& copier, int64_t rows, int64_t steps) {
     copier_ = copier;
-    copy_rows_.start(rows, steps);
+    copy_rows_.start(rows, steps, kCopyRows);
   }
 
   // Called by a block for each step along k.
@@ -84,7 +89,8 @@ class Background {
     epilogue_rows_.next = end;
   }
   void do_copy(int64_t end) {
-    for (; copy_rows_.next < end; ++copy_rows_.next) copier_.copy_row(copy_rows_.next);
+    if (copy_rows_.next < end) copier_.copy_rows(copy_rows_.next, end);
+    copy_rows_.next = end;
   }
 
   EpilogueFn* epilogue_;

@@ -9,6 +9,9 @@
 //        k block        its copy of A stays in L1 while the panels of the chunk pass
 //         panel           the block's product; sums wait in scratch for the next k block
 //
+// (Nor do they fetch weights ahead where several row blocks share them: the prefetches in their loops cost them more than
+// the first row block's misses.
+//
 // After its last k block the row block's strip of sums, all panels of the chunk, goes to the epilogue. While a chunk's
 // weights are multiplied, the next ones are fetched into L2, spread evenly over the k steps. A call with one row block
 // goes panel by panel, so that weights stream in their order in memory.
@@ -23,61 +26,67 @@
 namespace xopt::XOPT_ISA {
 
 // One block of A on its way from the view into a copy.
-template <class Block>
+template <class Block, class View>
 struct BlockCopier {
   using A = typename Block::A;
-  const Merged* view;
+  typename View::Rows source;  // at the row that comes next
   A* to;
   int32_t* row_sums;  // of int8 weights with zero points, else nullptr
-  int64_t first_row, rows;
-  int64_t k0, count, padded;
+  bool first_k;       // whether the block begins the sums
+  int64_t rows, count, padded;
 
-  void copy_row(int64_t row) const {
-    A* target = to + row * Block::kStride;
-    if (row >= rows) {
-      // Tiles always have all their rows: the missing ones are zeros, not what a former call left.
-      __builtin_memset(target, 0, static_cast<size_t>(padded) * sizeof(A));
-      return;
-    }
-    xopt::XOPT_ISA::copy_row<Block>(*view, first_row + row, k0, count, padded, target);
+  // Rows [begin, end); they are asked for in their order.
+  void copy_rows(int64_t begin, int64_t end) {
+    const int64_t last = minimum(end, rows);
     if constexpr (Block::kIsInt) {
-      if (row_sums != nullptr) {
-        const int32_t sum = sum_run<typename Block::Round>(view->run(first_row + row, k0).data, count);
-        row_sums[row] = k0 == 0 ? sum : row_sums[row] + sum;
+      for (; row_sums != nullptr && begin < last; ++begin) {
+        const int32_t sum = sum_run<typename Block::Round>(source.data(), count);
+        row_sums[begin] = first_k ? sum : row_sums[begin] + sum;
+        source.template copy<Block>(1, count, padded, to + begin * Block::kStride);
       }
+    }
+    if (begin < last) source.template copy<Block>(last - begin, count, padded, to + begin * Block::kStride);
+    for (int64_t row = maximum(begin, rows); row < end; ++row) {
+      // Tiles always have all their rows: the missing ones are zeros, not what a former call left.
+      __builtin_memset(to + row * Block::kStride, 0, static_cast<size_t>(padded) * sizeof(A));
     }
   }
 };
 
-// A thread's part of a call.
-template <class Block>
+// A thread's part of a call. The rows of A are those of `view`, whatever call.a says.
+template <class Block, class View = Merged>
 class GemmThread {
   using A = typename Block::A;
   static constexpr int64_t kBlockBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(A));
   static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
+  static constexpr int64_t kRowBlocksThatHideMisses = 4;
 
  public:
   // `out_row_offset`: the output row that row 0 of epilogue.out is.
-  GemmThread(const GemmCall& call, const GemmPlan<Block>& plan, EpilogueFn* epilogue, int64_t out_row_offset)
+  GemmThread(const GemmCall& call, const View& view, const GemmPlan<Block>& plan, EpilogueFn* epilogue,
+             int64_t out_row_offset)
       : call_(call),
         w_(call.weight),
         plan_(plan),
-        view_(call.a, call.weight.k),
+        view_(view),
         out_row_offset_(out_row_offset),
         background_(epilogue) {}
 
   void compute(Range rows, Range panels) {
     [[maybe_unused]] const typename Block::Scope scope;
     last_panel_ = panels.end;
-    const int64_t chunk_blocks = minimum(plan_.chunk_blocks, rows.size());
+    weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
+    keep_copies_ = Block::kBackground || weights_stay_;
+    fetches_ahead_ = Block::kBackground || rows.size() < kRowBlocksThatHideMisses;
+    const int64_t chunk_blocks = weights_stay_ ? 1 : minimum(plan_.chunk_blocks, rows.size());
     const int64_t chunk_panels = rows.size() == 1 ? 1 : plan_.chunk_panels;
-    pass_k_blocks_ = rows.size() == 1 ? plan_.k_blocks : plan_.pass_k_blocks;
+    pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
     strip_bytes_ = chunk_panels * kAccBytes;
     // Strips of all row blocks if sums have to wait for another pass, else two in turns; two at least, because the
     // deferred epilogue reads one while the next is computed.
     const int64_t strips = maximum<int64_t>(2, pass_k_blocks_ < plan_.k_blocks ? chunk_blocks : 0);
     const Scratch acc(static_cast<size_t>(strips * strip_bytes_));
-    const Scratch a(static_cast<size_t>(chunk_blocks * plan_.k_blocks * kBlockBytes));
+    const Scratch a(static_cast<size_t>((keep_copies_ ? chunk_blocks * plan_.k_blocks : 1) * kBlockBytes));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     acc_ = acc.as<uint8_t>();
     a_ = a.as<uint8_t>();
@@ -88,7 +97,7 @@ class GemmThread {
       for (int64_t panel = panels.begin; panel < panels.end; panel += chunk_panels) {
         panels_ = {panel, minimum(panel + chunk_panels, panels.end)};
         panel_chunk();
-        copied_ = true;
+        copied_ = keep_copies_;
       }
       background_.finish_epilogue();  // before row sums and the copy of A are overwritten
     }
@@ -121,7 +130,8 @@ class GemmThread {
 
   // The next k block of the pass, or the next row block's first, or the next pass's; false at the end.
   bool advance(Place* place) const {
-    const int64_t pass = place->kb / pass_k_blocks_ * pass_k_blocks_;
+    // A division costs as much as a short product.
+    const int64_t pass = pass_k_blocks_ == plan_.k_blocks ? 0 : place->kb / pass_k_blocks_ * pass_k_blocks_;
     if (++place->kb < minimum(pass + pass_k_blocks_, plan_.k_blocks)) return true;
     if (++place->rb < rows_.end) {
       place->kb = pass;
@@ -133,20 +143,22 @@ class GemmThread {
 
   void defer_copy(Place place) {
     const int64_t rows = plan_.rows_of(place.rb, call_.m);
-    BlockCopier<Block> copier;
-    copier.view = &view_;
+    const int64_t k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
+    BlockCopier<Block, View> copier;
+    copier.source = view_.rows(place.rb * plan_.block_rows, k0);
     copier.to = reinterpret_cast<A*>(a_copy(place));
     copier.row_sums = w_.zero_point != nullptr ? row_sums_ + (place.rb - rows_.begin) * Block::kRows : nullptr;
-    copier.first_row = place.rb * plan_.block_rows;
+    copier.first_k = place.kb == 0;
     copier.rows = rows;
-    copier.k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
     copier.padded = plan_.tiles_of(place.kb, w_.k_tiles) * Block::kTileK;
-    copier.count = minimum(w_.k - copier.k0, copier.padded);
+    copier.count = minimum(w_.k - k0, copier.padded);
     background_.defer_copy(copier, Block::kEvenRows ? rows : round_up(rows, kTileRows),
                            panels_.size() * plan_.k_block_tiles);
   }
 
-  uint8_t* a_copy(Place place) const { return a_ + (place.kb * rows_.size() + place.rb - rows_.begin) * kBlockBytes; }
+  uint8_t* a_copy(Place place) const {
+    return keep_copies_ ? a_ + (place.kb * rows_.size() + place.rb - rows_.begin) * kBlockBytes : a_;
+  }
 
   const uint8_t* weights(int64_t panel, int64_t kb) const {
     return w_.panel_data + panel * w_.panel_bytes + kb * plan_.k_block_tiles * 2 * kTileBytes;
@@ -165,8 +177,10 @@ class GemmThread {
     block.accumulate = place.kb > 0;
     background_.prefetches.clear();
     if (block.k_tiles > 0) {
-      prefetch_weights(place, panel, block);
-      if (!copied_) prefetch_a(place, panel);
+      if (fetches_ahead_) {
+        prefetch_weights(place, panel, block);
+        if (!copied_) prefetch_a(place, panel);
+      }
       if (place.kb + 1 == plan_.k_blocks) prefetch_other(place.rb, panel, block.k_tiles);
     }
     const int64_t rows = plan_.rows_of(place.rb, call_.m);
@@ -217,9 +231,10 @@ class GemmThread {
     if (!advance(&place) || (Block::kBackground && !advance(&place))) return;
     const Range rows = share(plan_.rows_of(place.rb, call_.m), panels_.size(), panel - panels_.begin);
     if (rows.size() == 0) return;
-    const int64_t size = dtype_size(call_.a.dtype);
-    const Run run = view_.run(place.rb * plan_.block_rows + rows.begin, place.kb * plan_.k_block_tiles * Block::kTileK);
-    background_.prefetches.add({run.data, Block::kTileK * size, call_.a.row_stride * size, rows.size()});
+    const Prefetch prefetch =
+        view_.prefetch(place.rb * plan_.block_rows + rows.begin, place.kb * plan_.k_block_tiles * Block::kTileK,
+                       rows.size(), Block::kTileK);
+    if (prefetch.count > 0) background_.prefetches.add(prefetch);
   }
 
   // The part of `other` that the epilogue will read.
@@ -236,9 +251,9 @@ class GemmThread {
   const GemmCall& call_;
   const PackedWeight& w_;
   const GemmPlan<Block>& plan_;
-  const Merged view_;
+  const View view_;
   const int64_t out_row_offset_;
-  Background<BlockCopier<Block>> background_;
+  Background<BlockCopier<Block, View>> background_;
 
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes]
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
@@ -246,8 +261,17 @@ class GemmThread {
   int64_t strip_bytes_ = 0, turn_ = 0;
   int64_t last_panel_ = 0, pass_k_blocks_ = 1;
   Range rows_{}, panels_{};  // the chunk
-  bool copied_ = false;      // the chunk's copy of A is complete
+  bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
+  bool copied_ = false;  // the chunk's copy of A is complete
 };
+
+template <class Block>
+EpilogueFn* select_epilogue(const GemmCall& call) {
+  static Kernel<SelectEpilogueFn> select("epilogue", Block::kIsInt ? "s32" : "f32");
+  EpilogueFn* chosen = nullptr;
+  select(call, &chosen);
+  return chosen;
+}
 
 template <class Block>
 class GemmLoop {
@@ -256,7 +280,7 @@ class GemmLoop {
 
   void run() {
     if (call_.epilogue.norm == Norm::none) {
-      compute_grid(call_, select(call_));
+      compute_grid(call_, select_epilogue<Block>(call_));
     } else if (plan_.grid_panels == 1) {
       run_norm_by_rows();
     } else {
@@ -265,17 +289,10 @@ class GemmLoop {
   }
 
  private:
-  static EpilogueFn* select(const GemmCall& call) {
-    static Kernel<SelectEpilogueFn> select("epilogue", Block::kIsInt ? "s32" : "f32");
-    EpilogueFn* chosen = nullptr;
-    select(call, &chosen);
-    return chosen;
-  }
-
   void compute_grid(const GemmCall& call, EpilogueFn* epilogue) const {
     const int64_t parts = plan_.grid_rows * plan_.grid_panels;
     parallel(static_cast<int>(parts), [&](int thread, int threads) {
-      GemmThread<Block> part(call, plan_, epilogue, 0);
+      GemmThread<Block> part(call, Merged(call.a), plan_, epilogue, 0);
       for (int64_t i = thread; i < parts; i += threads) {  // the runtime may grant fewer threads
         part.compute(share(plan_.row_blocks, plan_.grid_rows, i / plan_.grid_panels),
                      share(call.weight.panels, plan_.grid_panels, i % plan_.grid_panels));
@@ -289,7 +306,7 @@ class GemmLoop {
     const int64_t n = call_.weight.n;
     constexpr int64_t kGroupBytes = 256 << 10;                                            // of fp32 values
     const int64_t group = maximum<int64_t>(1, kGroupBytes / (n * plan_.block_rows * 4));  // row blocks
-    EpilogueFn* epilogue = select(norm_input_call(nullptr));
+    EpilogueFn* epilogue = select_epilogue<Block>(norm_input_call(nullptr));
     parallel(static_cast<int>(plan_.max_threads), [&](int thread, int threads) {
       const Range blocks = share(plan_.row_blocks, threads, thread);
       if (blocks.size() == 0) return;
@@ -297,7 +314,7 @@ class GemmLoop {
       const GemmCall inner = norm_input_call(scratch.as<float>());
       for (int64_t b = blocks.begin; b < blocks.end; b += group) {
         const int64_t end = minimum(b + group, blocks.end), first = b * plan_.block_rows;
-        GemmThread<Block>(inner, plan_, epilogue, first).compute({b, end}, {0, call_.weight.panels});
+        GemmThread<Block>(inner, Merged(inner.a), plan_, epilogue, first).compute({b, end}, {0, call_.weight.panels});
         norm(call_, scratch.as<float>(), first, int64_t{0}, minimum(end * plan_.block_rows, call_.m) - first);
       }
     });
@@ -308,7 +325,7 @@ class GemmLoop {
     static Kernel<RowNormFn> norm("row_norm", "f32");
     const Scratch scratch(static_cast<size_t>(call_.m * call_.weight.n * 4));
     const GemmCall inner = norm_input_call(scratch.as<float>());
-    compute_grid(inner, select(inner));
+    compute_grid(inner, select_epilogue<Block>(inner));
     parallel(static_cast<int>(minimum(plan_.max_threads, call_.m)), [&](int thread, int threads) {
       const Range rows = share(call_.m, threads, thread);
       norm(call_, scratch.as<float>(), int64_t{0}, rows.begin, rows.end);

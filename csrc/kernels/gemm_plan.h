@@ -21,8 +21,9 @@ XOPT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <class Block>
 struct GemmPlan {
   // Panels of a chunk. More would spare loading the copy of A into L1 again, but the first chunk's weights come in
-  // unfetched, and its sums have to fit in L1 beside A where a row block is finished in one pass.
-  static constexpr int64_t kOnePassPanels = 4;
+  // unfetched, and its sums have to fit in L1 beside A where a row block is finished in one pass. Vector blocks make a
+  // copy for each chunk, so theirs are larger.
+  static constexpr int64_t kOnePassPanels = Block::kBackground ? 4 : 8;
   static constexpr int64_t kMostPanels = 8;
 
   explicit GemmPlan(const GemmCall& call) {
@@ -47,20 +48,23 @@ struct GemmPlan {
   int64_t block_rows, row_blocks;
   int64_t k_block_tiles, k_blocks;
   int64_t chunk_blocks, chunk_panels;  // of a chunk: row blocks, panels
+  int64_t most_resident;               // bytes of weights that stay in L2 beside all else
   int64_t pass_k_blocks;               // k blocks that a row block goes through before the next has its turn
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
  private:
-  // Of L2, a quarter for a chunk's weights (and another for the next chunk's on their way in), three eighths for the
-  // copy of A and the sums of its rows.
+  // Of L2, a quarter for a chunk's weights and another for the next chunk's on their way in (a half for the chunk's, where
+  // nothing is fetched ahead), three eighths for the copy of A and the sums of its rows.
   void choose_chunks(int64_t panel_bytes) {
     const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
-    if (panel_bytes * kOnePassPanels <= l2 / 4) {
+    most_resident = l2 / 2;
+    const int64_t for_weights = Block::kBackground ? l2 / 4 : l2 / 2;
+    if (panel_bytes * kOnePassPanels <= for_weights) {
       // All of K fits: a row block is finished before the next begins, and its sums never leave L1.
       chunk_panels = kOnePassPanels;
       pass_k_blocks = k_blocks;
     } else {
-      chunk_panels = minimum(kMostPanels, maximum<int64_t>(1, l2 / 4 / (k_block_tiles * 2 * kTileBytes)));
+      chunk_panels = minimum(kMostPanels, maximum<int64_t>(1, for_weights / (k_block_tiles * 2 * kTileBytes)));
       pass_k_blocks = 1;
     }
     const int64_t a_bytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));

@@ -14,6 +14,12 @@ void require(AOTITorchError status, const char* what) {
   if (status != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("xopt: torch failed to ") + what);
 }
 
+std::string list_text(const int64_t* values, int64_t count) {
+  std::string text = "[";
+  for (int64_t i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
+  return text + "]";
+}
+
 }  // namespace
 
 std::optional<DType> dtype_from_torch(int32_t code) {
@@ -101,11 +107,12 @@ Tensor::~Tensor() {
   if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
 }
 
-Tensor Tensor::empty(const int64_t* sizes, int64_t dims, DType dtype) {
+// `order`: the dimensions from the outermost in memory to the innermost.
+Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order) {
   int64_t strides[kMaxDims];
   int64_t stride = 1;
-  if (dims > kMaxDims) throw std::runtime_error("xopt: tensors have at most 64 dimensions");
-  for (int64_t dim = dims - 1; dim >= 0; --dim) {
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    const int64_t dim = order[i];
     strides[dim] = stride;
     const int64_t at_least_one = sizes[dim] > 1 ? sizes[dim] : 1;
     if (__builtin_mul_overflow(stride, at_least_one, &stride)) throw std::bad_alloc();
@@ -118,6 +125,21 @@ Tensor Tensor::empty(const int64_t* sizes, int64_t dims, DType dtype) {
     throw std::bad_alloc();
   }
   return Tensor(handle);
+}
+
+Tensor Tensor::empty(const int64_t* sizes, int64_t dims, DType dtype) {
+  int64_t order[kMaxDims];
+  if (dims > kMaxDims) throw std::runtime_error("xopt: tensors have at most 64 dimensions");
+  for (int64_t i = 0; i < dims; ++i) order[i] = i;
+  return empty_in_order(sizes, dims, dtype, order);
+}
+
+Tensor Tensor::empty_channels_last(const int64_t* sizes, int64_t dims, DType dtype) {
+  int64_t order[kMaxDims] = {0};
+  if (dims < 2 || dims > kMaxDims) throw std::runtime_error("xopt: channels_last needs 2 to 64 dimensions");
+  for (int64_t i = 1; i + 1 < dims; ++i) order[i] = i + 1;
+  order[dims - 1] = 1;
+  return empty_in_order(sizes, dims, dtype, order);
 }
 
 Tensor Tensor::adopt_bytes(void* data, int64_t bytes, void (*deleter)(void*, void*)) {
@@ -133,12 +155,18 @@ Tensor Tensor::adopt_bytes(void* data, int64_t bytes, void (*deleter)(void*, voi
   return Tensor(handle);
 }
 
-Tensor Tensor::contiguous_copy() const {
-  const std::optional<DType> dtype = dtype_from_torch(dtype_code_);
-  if (!dtype) throw std::runtime_error("xopt: cannot copy a tensor of " + torch_dtype_name(dtype_code_));
-  Tensor copy = empty(sizes_, dims_, *dtype);
+Tensor Tensor::copied_to(Tensor copy) const {
   require(aoti_torch_copy_(copy.handle_, handle_, 0), "copy a tensor");
   return copy;
+}
+
+Tensor Tensor::contiguous_copy() const { return copied_to(empty(sizes_, dims_, copied_dtype())); }
+Tensor Tensor::channels_last_copy() const { return copied_to(empty_channels_last(sizes_, dims_, copied_dtype())); }
+
+DType Tensor::copied_dtype() const {
+  const std::optional<DType> dtype = dtype_from_torch(dtype_code_);
+  if (!dtype) throw std::runtime_error("xopt: cannot copy a tensor of " + torch_dtype_name(dtype_code_));
+  return *dtype;
 }
 
 // The stable ABI cannot ask a tensor whether it requires a gradient, but a view of it under grad mode is a leaf of the
@@ -171,11 +199,21 @@ void* Tensor::mutable_data() const {
   return data;
 }
 
-std::string Tensor::shape_text() const {
-  std::string text = "[";
-  for (int64_t dim = 0; dim < dims_; ++dim) text += (dim == 0 ? "" : ", ") + std::to_string(sizes_[dim]);
-  return text + "]";
+std::string Tensor::shape_text() const { return list_text(sizes_, dims_); }
+
+Integers::Integers(StableListHandle list) {
+  size_t size = 0;
+  const bool read = torch_list_size(list, &size) == AOTI_TORCH_SUCCESS;
+  size_ = static_cast<int64_t>(size);
+  for (size_t i = 0; read && i < size && i < static_cast<size_t>(kMost); ++i) {
+    StableIValue item = 0;
+    if (torch_list_get_item(list, i, &item) == AOTI_TORCH_SUCCESS)
+      values_[i] = torch::stable::detail::to<int64_t>(item);
+  }
+  torch_delete_list(list);
 }
+
+std::string Integers::text() const { return list_text(values_, size_ < kMost ? size_ : kMost); }
 
 std::string_view String::text() const {
   const char* text = "";

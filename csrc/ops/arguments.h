@@ -48,15 +48,19 @@ class Tensor {
 
   // A new tensor of this shape in contiguous layout, uninitialised.
   static Tensor empty(const int64_t* sizes, int64_t dims, DType dtype);
+  // The same with dimension 1 last in memory.
+  static Tensor empty_channels_last(const int64_t* sizes, int64_t dims, DType dtype);
   // uint8 [bytes] over memory that `deleter` releases.
   static Tensor adopt_bytes(void* data, int64_t bytes, void (*deleter)(void* data, void* context));
   Tensor contiguous_copy() const;
+  Tensor channels_last_copy() const;
 
   explicit operator bool() const { return handle_ != nullptr; }
   int64_t dims() const { return dims_; }
   int64_t size(int64_t dim) const { return sizes_[dim]; }
   int64_t stride(int64_t dim) const { return strides_[dim]; }
   const int64_t* sizes() const { return sizes_; }
+  const int64_t* strides() const { return strides_; }
   int64_t numel() const;
   int32_t dtype_code() const { return dtype_code_; }
   bool requires_grad() const;  // slow; to be asked under grad mode only
@@ -68,6 +72,10 @@ class Tensor {
   std::string shape_text() const;  // "[2, 3]"
 
  private:
+  static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order);
+  Tensor copied_to(Tensor copy) const;
+  DType copied_dtype() const;
+
   AtenTensorHandle handle_ = nullptr;
   const int64_t* sizes_ = nullptr;
   const int64_t* strides_ = nullptr;
@@ -89,6 +97,20 @@ class String {
   StringHandle handle_;
 };
 
+// An `int[]` argument of at most kMost items.
+class Integers {
+ public:
+  static constexpr int64_t kMost = 8;
+  explicit Integers(StableListHandle list);
+  int64_t size() const { return size_; }  // as given, also where that is more than kMost
+  int64_t operator[](int64_t i) const { return values_[i]; }
+  std::string text() const;  // "[2, 3]"
+
+ private:
+  int64_t size_ = 0;
+  int64_t values_[kMost] = {};
+};
+
 // Reads the stack from its first argument on. Members of an argument struct are initialised in the order of their
 // declaration, which therefore is the order of the schema.
 class Stack {
@@ -97,6 +119,7 @@ class Stack {
 
   AtenTensorHandle tensor() { return pop<AtenTensorHandle>(); }
   AtenTensorHandle optional_tensor() { return pop<std::optional<AtenTensorHandle>>().value_or(nullptr); }
+  StableListHandle integers() { return pop<StableListHandle>(); }
   StringHandle string() { return pop<StringHandle>(); }
   int64_t integer() { return pop<int64_t>(); }
   double number() { return pop<double>(); }

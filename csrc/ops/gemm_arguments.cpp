@@ -23,6 +23,7 @@ constexpr NamedValue<Activation> kActivations[] = {
     {"tanh", Activation::tanh},
     {"hardswish", Activation::hardswish},
     {"hardsigmoid", Activation::hardsigmoid},
+    {"quick_gelu", Activation::quick_gelu},
     {"leaky_relu", Activation::leaky_relu},
     {"clamp", Activation::clamp},
 };
@@ -34,25 +35,11 @@ Kernel<GemmFn> gemm_f16("gemm", "f16");
 Kernel<GemmFn> gemm_s8s8("gemm", "s8s8");
 Kernel<GemmFn> gemm_u8s8("gemm", "u8s8");
 
-// Merges the leading dimensions into two levels of rows; false where that takes more, or where k is not contiguous.
+// The leading dimensions as rows; false where that takes more than two levels, or where k is not contiguous.
 bool collapse_rows(const Tensor& tensor, RowsView* view) {
   const int64_t last = tensor.dims() - 1;
   if (tensor.size(last) > 1 && tensor.stride(last) != 1) return false;
-  int64_t count[2] = {1, 1}, stride[2] = {0, 0};  // inner and outer level
-  int level = 0;
-  for (int64_t dim = last - 1; dim >= 0; --dim) {
-    const int64_t size = tensor.size(dim);
-    if (size == 1) continue;
-    if (count[level] > 1 && tensor.stride(dim) != count[level] * stride[level]) {
-      if (++level > 1) return false;
-    }
-    if (count[level] == 1) stride[level] = tensor.stride(dim);
-    count[level] *= size;
-  }
-  view->inner_rows = count[0];
-  view->row_stride = stride[0];
-  view->outer_stride = level == 1 ? stride[1] : 0;
-  return true;
+  return ops::collapse_rows(tensor.sizes(), tensor.strides(), last, view);
 }
 
 std::string expected_output_shape(const Tensor& input, int64_t out_features) {
@@ -70,6 +57,23 @@ bool is_output_shape(const Tensor& tensor, const Tensor& input, int64_t out_feat
 }
 
 }  // namespace
+
+bool collapse_rows(const int64_t* sizes, const int64_t* strides, int64_t dims, RowsView* view) {
+  int64_t count[2] = {1, 1}, stride[2] = {0, 0};  // inner and outer level
+  int level = 0;
+  for (int64_t dim = dims - 1; dim >= 0; --dim) {
+    if (sizes[dim] == 1) continue;
+    if (count[level] > 1 && strides[dim] != count[level] * stride[level]) {
+      if (++level > 1) return false;
+    }
+    if (count[level] == 1) stride[level] = strides[dim];
+    count[level] *= sizes[dim];
+  }
+  view->inner_rows = count[0];
+  view->row_stride = stride[0];
+  view->outer_stride = level == 1 ? stride[1] : 0;
+  return true;
+}
 
 PackedHeader packed_header(const char* op, const Tensor& packed) {
   const Checked checked{op, "packed", packed};

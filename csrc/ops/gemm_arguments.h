@@ -22,6 +22,8 @@ PackedHeader packed_header(const char* op, const Tensor& packed);
 int64_t input_features(const char* op, const Tensor& input);
 // The product of all dimensions but the last.
 int64_t input_rows(const Tensor& input);
+// Merges dimensions into two levels of rows; false where that takes more.
+bool collapse_rows(const int64_t* sizes, const int64_t* strides, int64_t dims, RowsView* view);
 RowsView rows_view(const char* op, const char* name, Tensor* input, std::initializer_list<DType> dtypes);
 
 // Of the input's shape with its last dimension replaced.

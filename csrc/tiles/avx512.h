@@ -73,6 +73,11 @@ XOPT_INLINE void store(Bf16* p, F x) {
 #endif
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
 }
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
+XOPT_INLINE void store_two(Bf16* p, F x, F y) {
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
+}
+#endif
 XOPT_INLINE void store(F16* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

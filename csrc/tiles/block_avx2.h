@@ -46,6 +46,7 @@ struct FmaBlock {
   static constexpr int64_t kMaxTiles = 384 / kTileK;
   static constexpr int64_t kStride = 384 + 16;
   static constexpr int32_t kOffset = 0;
+  static constexpr int64_t kChainTiles = 128 / kTileK;  // for accuracy, as in block_avx512.h
   struct Scope {};
 
   template <int R, class Between>
@@ -54,33 +55,41 @@ struct FmaBlock {
     for (int half = 0; half < 2; ++half) {
       float* out = static_cast<float*>(call.acc) + kTileColumns * half;
       const uint8_t* b = call.b + kTileBytes * half;
-      F acc[R][2];
+      for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
+        F acc[R][2];
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 8 * v) : set1(0.0F);
-      }
-      for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
-        if (half == 0) between.step();
-        const float* ak = a + t * kTileK;
-        for (int j = 0; j < kTileRows; ++j) {
-          for (int g = 0; g < Weight::kGroup; ++g) {
-            const F b0 = Weight::get(b + 64 * j, 0, g), b1 = Weight::get(b + 64 * j, 1, g);
+          for (int v = 0; v < 2; ++v) acc[r][v] = set1(0.0F);
+        }
+        const int64_t end = minimum(done + kChainTiles, call.k_tiles);
+        for (int64_t t = done; t < end; ++t, b += 2 * kTileBytes) {
+          if (half == 0) between.step();
+          const float* ak = a + t * kTileK;
+          for (int j = 0; j < kTileRows; ++j) {
+            for (int g = 0; g < Weight::kGroup; ++g) {
+              const F b0 = Weight::get(b + 64 * j, 0, g), b1 = Weight::get(b + 64 * j, 1, g);
 #pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-              const F x = set1(ak[r * kStride + j * Weight::kGroup + g]);
-              acc[r][0] = fma(x, b0, acc[r][0]);
-              acc[r][1] = fma(x, b1, acc[r][1]);
+              for (int r = 0; r < R; ++r) {
+                const F x = set1(ak[r * kStride + j * Weight::kGroup + g]);
+                acc[r][0] = fma(x, b0, acc[r][0]);
+                acc[r][1] = fma(x, b1, acc[r][1]);
+              }
             }
           }
         }
-      }
+        const bool first = done == 0 && !call.accumulate;
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) store(out + r * kPanelColumns + 8 * v, acc[r][v]);
+          for (int v = 0; v < 2; ++v) {
+            float* sum = out + r * kPanelColumns + 8 * v;
+            store(sum, first ? acc[r][v] : add(load(sum), acc[r][v]));
+          }
+        }
       }
     }
+    if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
   }
   XOPT_RUN_ROWS(6)
 };

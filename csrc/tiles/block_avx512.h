@@ -59,6 +59,8 @@ struct FmaBlock {
   static constexpr int64_t kMaxTiles = 384 / kTileK;
   static constexpr int64_t kStride = 384 + 16;
   static constexpr int32_t kOffset = 0;
+  // Sums of this many products, added up: one chain of all would round three times as badly where K is in the thousands.
+  static constexpr int64_t kChainTiles = 128 / kTileK;
   struct Scope {};
 
   template <int R, class Between>
@@ -66,32 +68,40 @@ struct FmaBlock {
     const auto* a = static_cast<const float*>(call.a);
     auto* out = static_cast<float*>(call.acc);
     const uint8_t* b = call.b;
-    F acc[R][2];
+    for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
+      F acc[R][2];
 #pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) acc[r][v] = call.accumulate ? load(out + r * kPanelColumns + 16 * v) : set1(0.0F);
-    }
-    for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
-      between.step();
-      for (int j = 0; j < kTileRows; ++j) {
-        prefetch_step(b + 64 * j);
-        for (int g = 0; g < Weight::kGroup; ++g) {
-          const F b0 = Weight::get(b + 64 * j, g), b1 = Weight::get(b + kTileBytes + 64 * j, g);
+        for (int v = 0; v < 2; ++v) acc[r][v] = set1(0.0F);
+      }
+      const int64_t tiles = minimum(kChainTiles, call.k_tiles - done);
+      for (int64_t t = 0; t < tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
+        between.step();
+        for (int j = 0; j < kTileRows; ++j) {
+          prefetch_step(b + 64 * j);
+          for (int g = 0; g < Weight::kGroup; ++g) {
+            const F b0 = Weight::get(b + 64 * j, g), b1 = Weight::get(b + kTileBytes + 64 * j, g);
 #pragma GCC unroll 14
-          for (int r = 0; r < R; ++r) {
-            const F x = set1(a[r * kStride + j * Weight::kGroup + g]);
-            acc[r][0] = fma(x, b0, acc[r][0]);
-            acc[r][1] = fma(x, b1, acc[r][1]);
+            for (int r = 0; r < R; ++r) {
+              const F x = set1(a[r * kStride + j * Weight::kGroup + g]);
+              acc[r][0] = fma(x, b0, acc[r][0]);
+              acc[r][1] = fma(x, b1, acc[r][1]);
+            }
           }
         }
       }
-    }
+      const bool first = done == 0 && !call.accumulate;
 #pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) store(out + r * kPanelColumns + 16 * v, acc[r][v]);
+        for (int v = 0; v < 2; ++v) {
+          float* sum = out + r * kPanelColumns + 16 * v;
+          store(sum, first ? acc[r][v] : add(load(sum), acc[r][v]));
+        }
+      }
     }
+    if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(out, 0, R * kPanelColumns * sizeof(float));
   }
   XOPT_RUN_ROWS(kRows)
 };

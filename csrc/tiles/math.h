@@ -99,6 +99,7 @@ XOPT_INLINE F activate(F x, F alpha, F beta) {
   if constexpr (A == Activation::tanh) return tanh(x);
   if constexpr (A == Activation::hardswish) return mul(x, hardsigmoid(x));
   if constexpr (A == Activation::hardsigmoid) return hardsigmoid(x);
+  if constexpr (A == Activation::quick_gelu) return div(x, add(set1(1.0F), exp(mul(x, set1(-1.702F)))));
   if constexpr (A == Activation::leaky_relu) return select_less(x, set1(0.0F), mul(x, alpha), x);
   if constexpr (A == Activation::clamp) return min(beta, max(alpha, x));
   return x;

@@ -22,6 +22,7 @@ enum class Activation : uint8_t {
   tanh,
   hardswish,
   hardsigmoid,
+  quick_gelu,  // x * sigmoid(1.702 x)
   leaky_relu,  // alpha: the slope below zero
   clamp,       // alpha: lower bound, beta: upper bound
 };
@@ -37,6 +38,20 @@ struct RowsView {
   int64_t inner_rows = 1;  // rows before outer_stride is taken
   int64_t row_stride = 0;
   int64_t outer_stride = 0;
+};
+
+// Rows of A for a convolution: row r is the patch of input under the kernel at output position r, counted over images,
+// depth, height and width; k counts the kernel's positions (depth, height, width) and within each the channels, which
+// are contiguous. What lies outside the input is zero. Fewer spatial dimensions have ones in front.
+struct PatchesView {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t channels = 0;
+  int64_t in[3] = {1, 1, 1}, out[3] = {1, 1, 1}, kernel[3] = {1, 1, 1};
+  int64_t stride[3] = {1, 1, 1}, dilation[3] = {1, 1, 1};
+  int64_t padding[3] = {0, 0, 0};    // before the first element; that after the last follows from `out`
+  int64_t image_stride = 0;          // elements
+  int64_t in_stride[3] = {0, 0, 0};  // elements
 };
 
 }  // namespace xopt

@@ -32,6 +32,15 @@ XOPT_INLINE void store_first(T* p, F x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
+#if XOPT_LEVEL < XOPT_LEVEL_AVX512_BF16 || defined(XOPT_EMULATE)
+// Two vectors that follow each other.
+template <class T>
+XOPT_INLINE void store_two(T* p, F x, F y) {
+  store(p, x);
+  store(p + kWidth, y);
+}
+#endif
+
 template <class T>
 XOPT_INLINE F round_to(F x) {
   T buffer[kWidth];

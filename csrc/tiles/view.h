@@ -1,35 +1,15 @@
 // Where the rows of A are, and how they come into a block's copy.
 //
-// A view answers run(row, k): where that element lies and how many more follow it contiguously, or nullptr for a run of
-// zeros. It is asked once per run, never per element, and its transforms compose: `Merged` (two row dimensions taken as
-// one) serves linear layers; a convolution adds padding and a sliding window and leaves the rest as it is.
+// A view answers rows(row, k): a place that copies the elements from (row, k) on, row after row, so that what it takes
+// to find a row is done once for a run of rows and never per element. `Merged` (two row dimensions taken as
+// one) serves linear layers, `Patches` in patches.h (a window that slides over a padded image) convolutions.
 #pragma once
 
+#include "tiles/block.h"
 #include "tiles/types.h"
 #include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {
-
-struct Run {
-  const uint8_t* data;
-  int64_t length;  // elements
-};
-
-// [outer, inner_rows, k] with a stride for each of the two, k contiguous.
-class Merged {
- public:
-  Merged(const RowsView& rows, int64_t k) : rows_(rows), k_(k), size_(dtype_size(rows.dtype)) {}
-
-  XOPT_INLINE Run run(int64_t row, int64_t k) const {
-    const int64_t offset = row / rows_.inner_rows * rows_.outer_stride + row % rows_.inner_rows * rows_.row_stride + k;
-    return {static_cast<const uint8_t*>(rows_.data) + offset * size_, k_ - k};
-  }
-  DType dtype() const { return rows_.dtype; }
-
- private:
-  RowsView rows_;
-  int64_t k_, size_;
-};
 
 // ---- One run of elements, converted to what a block multiplies ---------------------------------------------------
 
@@ -78,32 +58,104 @@ void convert_int_run(const uint8_t* data, int64_t count, To* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(from[i] + Offset);
 }
 
-// Copies `count` elements from (row, k) on into `to`, and zeros up to `padded`.
-template <class Block, class View>
-void copy_row(const View& view, int64_t row, int64_t k, int64_t count, int64_t padded, typename Block::A* to) {
+// `count` elements into a block's copy.
+template <class Block>
+XOPT_INLINE void copy_run(DType dtype, const uint8_t* from, int64_t count, typename Block::A* to) {
   using A = typename Block::A;
-  int64_t done = 0;
-  while (done < count) {
-    const Run run = view.run(row, k + done);
-    const int64_t length = minimum(run.length, count - done);
-    if (run.data == nullptr) {
-      __builtin_memset(to + done, 0, static_cast<size_t>(length) * sizeof(A));
-    } else if constexpr (Block::kIsInt) {
-      convert_int_run<Block::kOffset, typename Block::Round>(run.data, length, to + done);
-    } else if constexpr (sizeof(A) == 2) {
-      // bf16 into bf16 is the common case and a plain copy.
-      if (view.dtype() == DType::bf16) {
-        copy_bytes(run.data, length * 2, to + done);
-      } else {
-        convert_float_run<A>(view.dtype(), run.data, length, to + done);
-      }
+  if constexpr (Block::kIsInt) {
+    convert_int_run<Block::kOffset, typename Block::Round>(from, count, to);
+  } else if constexpr (sizeof(A) == 2) {
+    // bf16 into bf16 is the common case and a plain copy.
+    if (dtype == DType::bf16) {
+      copy_bytes(from, count * 2, to);
     } else {
-      convert_float_run<typename Block::Round>(view.dtype(), run.data, length, to + done);
+      convert_float_run<A>(dtype, from, count, to);
     }
-    done += length;
+  } else {
+    convert_float_run<typename Block::Round>(dtype, from, count, to);
   }
-  __builtin_memset(to + count, 0, static_cast<size_t>(padded - count) * sizeof(A));
 }
+
+// The same for `rows` runs that begin `step` bytes apart, each into a row of the copy.
+template <class Block>
+void copy_runs(DType dtype, const uint8_t* from, int64_t step, int64_t rows, int64_t count, typename Block::A* to) {
+  constexpr auto kSize = static_cast<int64_t>(sizeof(typename Block::A));
+  if (!Block::kIsInt && dtype == (kSize == 4 ? DType::f32 : DType::bf16) &&
+      static_cast<int64_t>(sizeof(typename Block::Round)) == kSize) {
+    // As it is; said here so that nothing is decided for each of many short runs.
+    for (int64_t row = 0; row < rows; ++row) copy_bytes(from + row * step, count * kSize, to + row * Block::kStride);
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) copy_run<Block>(dtype, from + row * step, count, to + row * Block::kStride);
+}
+
+// Zeros behind the `count` elements of each row.
+template <class Block>
+XOPT_INLINE void pad_rows(int64_t rows, int64_t count, int64_t padded, typename Block::A* to) {
+  if (padded == count) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    __builtin_memset(to + row * Block::kStride + count, 0, static_cast<size_t>(padded - count) * sizeof(*to));
+  }
+}
+
+// [outer, inner_rows, k] with a stride for each of the two, k contiguous.
+class Merged {
+ public:
+  explicit Merged(const RowsView& rows) : rows_(rows), size_(dtype_size(rows.dtype)) {}
+
+  // The row at which it is, from some k on.
+  class Rows {
+   public:
+    Rows() = default;
+    Rows(const Merged& view, int64_t row, int64_t k)
+        : data_(view.data(row, k)),
+          dtype_(view.rows_.dtype),
+          inner_(row % view.rows_.inner_rows),
+          inner_rows_(view.rows_.inner_rows),
+          step_(view.rows_.row_stride * view.size_),
+          outer_step_((view.rows_.outer_stride - inner_rows_ * view.rows_.row_stride) * view.size_) {}
+
+    const uint8_t* data() const { return data_; }
+
+    // Copies `count` elements of the next `rows` rows, and zeros up to `padded`.
+    template <class Block>
+    void copy(int64_t rows, int64_t count, int64_t padded, typename Block::A* to) {
+      pad_rows<Block>(rows, count, padded, to);
+      while (rows > 0) {
+        const int64_t run = minimum(rows, inner_rows_ - inner_);
+        copy_runs<Block>(dtype_, data_, step_, run, count, to);
+        to += run * Block::kStride;
+        rows -= run;
+        data_ += run * step_;
+        inner_ += run;
+        if (inner_ == inner_rows_) {
+          inner_ = 0;
+          data_ += outer_step_;
+        }
+      }
+    }
+
+   private:
+    const uint8_t* data_ = nullptr;
+    DType dtype_ = DType::f32;
+    int64_t inner_ = 0, inner_rows_ = 1, step_ = 0, outer_step_ = 0;
+  };
+
+  Rows rows(int64_t row, int64_t k) const { return Rows(*this, row, k); }
+
+  XOPT_INLINE const uint8_t* data(int64_t row, int64_t k) const {
+    const int64_t offset = row / rows_.inner_rows * rows_.outer_stride + row % rows_.inner_rows * rows_.row_stride + k;
+    return static_cast<const uint8_t*>(rows_.data) + offset * size_;
+  }
+  // The lines of `count` rows, a step along k after the other.
+  Prefetch prefetch(int64_t row, int64_t k, int64_t count, int64_t k_step) const {
+    return {data(row, k), k_step * size_, rows_.row_stride * size_, count};
+  }
+
+ private:
+  RowsView rows_;
+  int64_t size_;
+};
 
 template <class From>
 int32_t sum_run(const uint8_t* data, int64_t count) {

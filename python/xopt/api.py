@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping
@@ -27,9 +28,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Arguments of Intel Extension for PyTorch's optimize that ask for nothing that would have to be done here.
 _ACCEPTED = (
-    *("conv_bn_folding", "linear_bn_folding", "replace_dropout_with_identity", "optimize_lstm", "concat_linear"),
+    *("linear_bn_folding", "replace_dropout_with_identity", "optimize_lstm", "concat_linear"),
     *("split_master_weight_for_bf16", "fuse_update_step", "auto_kernel_selection"),
 )
+# Those that are switches of Config.
+_SWITCHES = {"weights_prepack": ("weights_prepack", "conv_prepack"), "conv_bn_folding": ("conv_bn_folding",)}
 _REFUSED = {
     "optimizer": "training is not supported yet",
     "graph_mode": "xopt works in eager mode only; use torch.compile on the result",
@@ -46,7 +49,8 @@ def optimize(
     sample_input: Any = None,
     **options: Any,
 ) -> Model:
-    """Returns `model` with its linear layers packed for this CPU, its blocks fused and its embeddings in `dtype`.
+    """Returns `model` with its linear layers and convolutions packed for this CPU, its blocks fused and its embeddings
+    in `dtype`.
 
     dtype: float32, bfloat16 or float16 for the weights of what is optimized; None keeps each weight's own.
     inplace: change `model` itself. Otherwise it is left as it is and a copy is returned, which shares with it what
@@ -54,8 +58,9 @@ def optimize(
     level: "O0" changes nothing and only writes the report; "O1" does everything that `config` allows.
     sample_input: a tensor, a tuple of arguments or a dict of keyword arguments to call the model with once, so that
         its blocks are fused now. Otherwise each is when it is first called.
-    options: the keyword arguments of Intel Extension for PyTorch's `optimize`. `weights_prepack` is a switch of
-        `Config`; those that mean nothing here are logged, those that ask for what is not done are errors.
+    options: the keyword arguments of Intel Extension for PyTorch's `optimize`. `weights_prepack` and `conv_bn_folding`
+        are switches of `Config`; those that mean nothing here are logged, those that ask for what is not done are
+        errors.
 
     The model keeps its class, names, hooks and keys. Its parameters no longer require gradients; gradients with
     respect to inputs are right. A model in training mode is returned as it is, and its report says so.
@@ -63,9 +68,10 @@ def optimize(
     config = _read_options(options, config or Config())
     _check_arguments(model, dtype, level)
     sample = _call_arguments(sample_input)
+    _integrations()
     if not inplace:
         model = _copy(model, dtype, level, config)
-    context = Context(dtype)
+    context = Context(dtype, config)
     source_dtype = _floating_dtype(model)
     decisions = make_plan(model, config, context)
     if model.training:
@@ -88,13 +94,17 @@ def optimize(
     return model
 
 
+def _integrations() -> list[Any]:
+    """Those of libraries that are in use; importing one lets it bring replacements of its own."""
+    return [importlib.import_module(f"xopt.integrations.{name}") for name in ("transformers",) if name in sys.modules]
+
+
 def _make_blocks(
     model: nn.Module, config: Config, inside: torch.dtype | None, source_dtype: torch.dtype | None
 ) -> None:
-    if config.fuse_attention and "transformers" in sys.modules:
-        from xopt.integrations import transformers
-
-        transformers.adopt(model)
+    if config.fuse_attention:
+        for integration in _integrations():
+            integration.adopt(model)
     for part in list(model.modules()):
         if part is not model:
             make_block(part, config)
@@ -120,13 +130,14 @@ def _read_options(options: dict[str, Any], config: Config) -> Config:
         if name in _REFUSED:
             if value not in (None, False):
                 raise NotImplementedError(f"optimize: {name}: {_REFUSED[name]}")
-        elif name == "weights_prepack":
-            config = Config(**{**vars(config), name: config.weights_prepack if value is None else bool(value)})
+        elif name in _SWITCHES:
+            changed = {switch: bool(value) for switch in _SWITCHES[name] if value is not None}
+            config = Config(**{**vars(config), **changed})
         elif name in _ACCEPTED:
             if value is not None:
                 _log.warning("optimize: %s has no effect in xopt", name)
         else:
-            known = ", ".join(("model", "dtype", "inplace", "level", "config", "weights_prepack", *_ACCEPTED))
+            known = ", ".join(("model", "dtype", "inplace", "level", "config", *_SWITCHES, *_ACCEPTED))
             raise TypeError(f"optimize: unknown argument {name!r}; known arguments: {known}")
     return config
 

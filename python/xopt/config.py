@@ -40,6 +40,14 @@ class Config:
 
     weights_prepack: bool = True
     """Linear layers get packed weights and run on xopt's kernels."""
+    conv_prepack: bool = True
+    """Convolutions get packed weights and run on xopt's kernels, with the channels last in memory."""
+    conv_bn_folding: bool = True
+    """A BatchNorm that follows a convolution is done within it."""
+    fuse_conv: bool = True
+    """Activations and residual additions that follow a convolution are done within it."""
+    pool_images: bool = True
+    """Max and average pooling of images whose channels are last runs on xopt's kernels."""
     cast_embeddings: bool = True
     """Embedding tables are held in the optimized dtype."""
     concat_linear: bool = True

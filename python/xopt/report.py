@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,13 +61,18 @@ class Report:
     def optimized_linear_share(self) -> float:
         """Of the weights of all linear layers, each of which takes part in one multiply-add a row, those on xopt's
         kernels. Products that have no weight (attention) and convolutions are not counted."""
-        linear = [entry for entry in self.entries if "Linear" in entry.kind or entry.detail.startswith("packed")]
-        total = sum(entry.weights for entry in linear)
-        packed = sum(entry.weights for entry in linear if entry.detail.startswith("packed"))
-        return packed / total if total else 0.0
+        others = [entry for entry in self.entries if not _is_conv(entry)]
+        return _packed_share([each for each in others if "Linear" in each.kind or each.detail.startswith("packed")])
+
+    @property
+    def optimized_conv_share(self) -> float:
+        """The same of the weights of all convolutions, each of which takes part in a multiply-add for each position of
+        its output."""
+        return _packed_share([entry for entry in self.entries if _is_conv(entry)])
 
     def to_json(self) -> str:
-        content = dataclasses.asdict(self) | {"optimized_linear_share": self.optimized_linear_share}
+        shares = {name: getattr(self, name) for name in ("optimized_linear_share", "optimized_conv_share")}
+        content = dataclasses.asdict(self) | shares
         return json.dumps(content, indent=2)
 
     def table(self) -> Table:
@@ -100,7 +106,12 @@ class Report:
         text = io.StringIO()
         console = Console(file=text, width=120)
         console.print(self.table())
-        console.print(f"{self.optimized_linear_share:.1%} of the linear layers' weights run on xopt's kernels.")
+        for kind, share in (
+            ("linear layers", self.optimized_linear_share),
+            ("convolutions", self.optimized_conv_share),
+        ):
+            if share or kind == "linear layers":
+                console.print(f"{share:.1%} of the {kind}' weights run on xopt's kernels.")
         if self.fusions:
             console.print(self.fusion_table())
         elif any(entry.optimized for entry in self.entries):
@@ -108,6 +119,16 @@ class Report:
         for note in self.notes:
             console.print(note)
         return text.getvalue()
+
+
+def _is_conv(entry: Entry) -> bool:
+    return re.search(r"Conv(Transpose)?[123]d", entry.kind) is not None
+
+
+def _packed_share(entries: list[Entry]) -> float:
+    total = sum(entry.weights for entry in entries)
+    packed = sum(entry.weights for entry in entries if entry.detail.startswith("packed"))
+    return packed / total if total else 0.0
 
 
 def report(model: nn.Module) -> Report:

@@ -25,7 +25,8 @@ class Program:
         self._run = generate(recorder.graph, self._guard.index)
 
     def __call__(self, root: nn.Module, values: list[Any]) -> Any:
-        """The result, or NotImplemented where the module is no longer what was recorded."""
+        """The result, or NotImplemented where the module is no longer what was recorded. Raises OtherSizes where the
+        recording does not hold for these sizes."""
         modules = self._guard(root)
         return NotImplemented if modules is None else self._run(modules, *values)
 

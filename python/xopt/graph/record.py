@@ -1,9 +1,10 @@
 """Records what a module's forward computes, by running that forward on symbols in place of tensors.
 
 No part of torch is patched: a `Symbol` answers torch's functions through `__torch_function__`, and knows an example of
-its value, so that dtypes and numbers of dimensions are real while sizes stay symbols. Whatever cannot be said for all
-calls of one signature (a branch on a size or on a value, an object that nobody has explained) ends the recording with
-`CannotRecord`, and the module keeps its own forward.
+its value, so that dtypes and numbers of dimensions are real while sizes stay symbols. Where a forward branches on a
+size, or needs its number, that is recorded as an expectation, which other calls have to meet. Whatever cannot be said
+so (a branch on a value, an object that nobody has explained) ends the recording with `CannotRecord`, and the module
+keeps its own forward.
 """
 
 from __future__ import annotations
@@ -29,6 +30,16 @@ class CannotRecord(Exception):
     """This forward is no fixed sequence of operations; the message says where."""
 
 
+class OtherSizes(Exception):
+    """A call whose sizes take another branch than those of the recorded call."""
+
+
+def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) -> None:
+    """The step of a recorded graph that ends a call for which the graph does not hold."""
+    if function(left, right) != outcome:
+        raise OtherSizes
+
+
 EXAMPLE = "example"  # in a node's meta: its value in the recorded call, and of a tensor only a description
 
 
@@ -45,11 +56,17 @@ OpaqueRule = Callable[..., Any]
 opaque_rules: dict[tuple[type, str], OpaqueRule] = {}
 
 _CONSTANT_ATTRIBUTES = frozenset(
-    {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta"}
+    {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested"}
 )
 _CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_complex", "element_size"})
+_CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point)
 # These produce a tensor that nothing else refers to, so what is done to it in place can as well make a new one.
-_FRESH = frozenset({"linear", "matmul", "add", "mul", "sub", "layer_norm", "conv2d", "conv1d", "bmm", "cat"})
+_FRESH = frozenset(
+    {
+        *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
+        *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
+    }
+)
 
 
 class _Isinstance(threading.local):
@@ -135,7 +152,24 @@ class Symbol:
         return self._refuse("iteration")
 
     def __bool__(self) -> bool:
-        return self._refuse("a branch")  # type: ignore[no-any-return]
+        if isinstance(self._example, torch.Tensor):
+            self._refuse("a branch")
+        return bool(self._recorder.expect(operator.ne, self, 0))
+
+    def _number(self) -> Any:
+        """A size as a plain number, which it then has to be in other calls too."""
+        if type(self._example) not in (int, float):
+            self._refuse("a number")
+        return self._recorder.expect(operator.eq, self, self._example) and self._example
+
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def __index__(self) -> int:
+        return operator.index(self._number())
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._refuse("writing to a part")
@@ -163,6 +197,8 @@ def _add_operators() -> None:
 
     def comparison(function: Any) -> Any:
         def compare(self: Symbol, other: Any) -> Any:
+            if type(self._example) in (int, float):
+                return self._recorder.expect(function, self, other)
             if not isinstance(self._example, torch.Tensor):
                 return self._refuse("a comparison")
             return self._recorder.call(function, self, other)
@@ -172,7 +208,7 @@ def _add_operators() -> None:
     def in_place(function: Any) -> Any:
         return lambda self, other: self._recorder.in_place(function, self, other)
 
-    for name in ("__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy", "stride"):
+    for name in ("__contains__", "item", "tolist", "numpy", "stride"):
         setattr(Symbol, name, refusing(name))
     for name in ("is_contiguous", "data_ptr", "storage", "untyped_storage", "backward"):
         setattr(Symbol, name, refusing(name))
@@ -202,12 +238,20 @@ class _Method:
         symbol, name = self._symbol, self._name
         recorder = symbol._recorder
         if self._rule is not None:
+            recorder._has_effects = True
             example = self._rule(symbol._example, *recorder.examples(args), **recorder.examples(kwargs))
             return recorder.record("call_method", name, (symbol, *args), kwargs, example)
         if name.endswith("_") and not name.endswith("__"):
             return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
+            try:
+                example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
+            except RuntimeError:
+                if name != "view":
+                    raise
+                # Its source was a view of what an optimized convolution has left in another layout.
+                name = "reshape"
+                example = symbol._example.reshape(*recorder.examples(args), **recorder.examples(kwargs))
         return recorder.record("call_method", name, (symbol, *args), kwargs, example)
 
 
@@ -221,10 +265,14 @@ class _WeightsToo(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recorder = self._recorder
-        if is_symbolic(args, kwargs) or not any(recorder.knows(value) for value in (*args, *kwargs.values())):
+        if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         if name == "__get__":  # a dtype, a shape
+            return function(*args, **kwargs)
+        if is_symbolic(args, kwargs):
+            if function is torch.Tensor.__getitem__:  # a part of a buffer, which sizes tell
+                return recorder.call(operator.getitem, *args)
             return function(*args, **kwargs)
         if name.endswith("_") and not name.endswith("__"):
             raise CannotRecord("it changes a parameter in place")
@@ -266,10 +314,14 @@ class Recorder:
         self._attributes: dict[tuple[str, str], Node] = {}
         self._replaced_in_place: list[tuple[Node, Node]] = []
         self.watched: list[tuple[Any, str, Any]] = []
+        self._expected: dict[tuple[Any, Any, Any], Any] = {}
+        self._has_effects = False
 
     # ---- What forwards lead to ---------------------------------------------------------------------------------------
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function in _CONSTANT_FUNCTIONS:
+            return function(*self.examples(args))
         if kwargs.get("inplace") is True:
             return self.in_place(function, *args, **{**kwargs, "inplace": False})
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -305,6 +357,20 @@ class Recorder:
         node.meta[EXAMPLE] = _described(example)
         return self._wrap(node, example)
 
+    def expect(self, function: Any, left: Any, right: Any) -> Any:
+        """What a comparison of sizes says in the recorded call, and has to say in others."""
+        outcome = function(*self.examples((left, right)))
+        if not isinstance(outcome, bool):
+            raise CannotRecord(f"it compares a size with a {type(right).__name__}")
+        nodes = self._nodes((left, right))
+        key = (function, *(node if isinstance(node, Node) else repr(node) for node in nodes))
+        if key not in self._expected:
+            if self._has_effects:  # a call that turned out to be another one could not be begun again
+                raise CannotRecord("it depends on a size after it has changed an object")
+            self.graph.call_function(expect, (function, *nodes, outcome))
+            self._expected[key] = outcome
+        return outcome
+
     def watch(self, holder: Any, name: str) -> None:
         """What is recorded holds as long as this attribute keeps its value."""
         self.watched.append((holder, name, getattr(holder, name, None)))
@@ -319,7 +385,7 @@ class Recorder:
     # ---- Between symbols and nodes -----------------------------------------------------------------------------------
 
     def _wrap(self, node: Node, example: Any) -> Any:
-        if isinstance(example, torch.Tensor) or type(example) is int:
+        if isinstance(example, torch.Tensor) or type(example) in (int, float):
             return Symbol(self, node, example)
         if type(example) in (tuple, list) or isinstance(example, torch.Size):
             items: list[Any] = []

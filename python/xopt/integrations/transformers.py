@@ -6,19 +6,24 @@ transformers' sdpa takes; what the kernel does not do (dropout, soft caps, paged
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.pytorch_utils import Conv1D
 
 from xopt.graph.record import is_symbolic, opaque_rules, recorder_of
 from xopt.modules.attention import attend, can_attend
+from xopt.modules.base import Context, Replacement, own_forward
+from xopt.modules.linear import PackedProduct, product_problem
 from xopt.modules.pattern import step
 
 NAME = "xopt"
-_IGNORED = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position"})
+_IGNORED = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "sliding_window"}
+)
 
 
 def xopt_attention(
@@ -104,3 +109,23 @@ def _update(cache: Cache, keys: torch.Tensor, values: torch.Tensor, *rest: Any, 
 
 
 opaque_rules[Cache, "update"] = _update
+
+
+class PackedConv1D(Replacement, PackedProduct, Conv1D):
+    """GPT-2's linear layer, which holds its weight as [in, out]."""
+
+    source: ClassVar[type[torch.nn.Module]] = Conv1D
+    switch: ClassVar[str] = "weights_prepack"
+    packs: ClassVar[bool] = True
+    transposed: ClassVar[bool] = True
+
+    @classmethod
+    def why_not(cls, module: Conv1D, context: Context) -> str | None:
+        if own_forward(module, Conv1D):
+            return "it has a forward of its own"
+        return product_problem(module)
+
+    @classmethod
+    def replace(cls, module: Conv1D, context: Context) -> str:
+        module.out_features = module.nf
+        return cls.pack(module, context)

@@ -31,6 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "tanh": lambda x, alpha, beta: torch.tanh(x),
     "hardswish": lambda x, alpha, beta: functional.hardswish(x),
     "hardsigmoid": lambda x, alpha, beta: functional.hardsigmoid(x),
+    "quick_gelu": lambda x, alpha, beta: x * torch.sigmoid(1.702 * x),
     "leaky_relu": lambda x, alpha, beta: functional.leaky_relu(x, alpha),
     "clamp": lambda x, alpha, beta: torch.clamp(x, alpha, beta),
 }
@@ -53,8 +54,11 @@ def activation_of(node: Any) -> tuple[Node, dict[str, Any]] | None:
     found = _named(node) or _parametrized(node)
     if found is not None and isinstance(source, Node):
         return source, found
-    expanded = _gelu_written_out(node)
-    return (expanded, {"activation": "gelu_tanh"}) if expanded is not None else None
+    for name, written_out in (("gelu_tanh", _gelu_written_out), *_GATED_BY_ITSELF):
+        expanded = written_out(node)
+        if expanded is not None:
+            return expanded, {"activation": name}
+    return None
 
 
 def _named(node: Node) -> dict[str, Any] | None:
@@ -95,6 +99,21 @@ def _gelu_written_out(node: Node) -> Node | None:
             if left is x and is_call(cube, torch.pow, "pow") and cube.args[0] is x and float(cube.args[1]) == 3.0:
                 return x  # type: ignore[no-any-return]
     return None
+
+
+def _times_its_sigmoid(node: Node, slope: float) -> Node | None:
+    """x * sigmoid(slope x): the x."""
+    for x, gate in _both_ways(node, MULTIPLY):
+        inner = gate.args[0] if is_call(gate, *_PLAIN["sigmoid"]) else None
+        if isinstance(x, Node) and (inner if slope == 1.0 else _times(inner, slope)) is x:
+            return x
+    return None
+
+
+_GATED_BY_ITSELF: tuple[tuple[str, Callable[[Node], Node | None]], ...] = (
+    ("silu", lambda node: _times_its_sigmoid(node, 1.0)),
+    ("quick_gelu", lambda node: _times_its_sigmoid(node, 1.702)),
+)
 
 
 def _both_ways(node: Any, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:

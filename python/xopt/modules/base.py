@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from xopt.config import Config
+from xopt.modules.packed_parameter import PackedParameter
+
 
 @dataclass
 class Context:
@@ -19,13 +22,25 @@ class Context:
 
     dtype: torch.dtype | None
     """The dtype that weights shall have; None: the one they have."""
+    config: Config = field(default_factory=Config)
     replaced: dict[int, nn.Parameter] = field(default_factory=dict)
     """By the id of a source parameter, what took its place: where two modules share one, they go on sharing."""
     shared: set[int] = field(default_factory=set)
     """Ids of parameters that some other module reads in its plain layout."""
+    packed: set[int] = field(default_factory=set)
+    """Ids of parameters that a linear layer packs, and that embeddings then read out of that."""
 
     def target(self, weight: torch.Tensor) -> torch.dtype:
         return self.dtype or weight.dtype
+
+    def pack(self, weight: nn.Parameter, transposed: bool = False) -> PackedParameter:
+        """The packed parameter, one for all who share this one."""
+        packed = self.replaced.get(id(weight))
+        if not isinstance(packed, PackedParameter):
+            packed = self.replaced[id(weight)] = PackedParameter.pack(
+                weight, self.target(weight), transposed=transposed
+            )
+        return packed
 
 
 class Replacement:
@@ -35,6 +50,10 @@ class Replacement:
     """Its instances and those of its subclasses are candidates."""
     switch: ClassVar[str]
     """The name in `Config` that turns it off."""
+    packs: ClassVar[bool] = False
+    """Whether it packs its weight."""
+    reads_packed: ClassVar[bool] = False
+    """Whether it can use a weight that another module has packed."""
 
     @classmethod
     def why_not(cls, module: Any, context: Context) -> str | None:
@@ -50,23 +69,26 @@ class Replacement:
 _derived: dict[tuple[type, type], type] = {}
 
 
-def derive(replacement: type, source: type) -> type:
+def derive(replacement: type, source: type, *, below: bool = False) -> type:
+    """The class of a module that was replaced. `below`: a forward that the source class has of its own comes first, and
+    finds the replacement's where it goes on to its base class's."""
     key = replacement, source
     if key not in _derived:
         attributes = {
             "__module__": source.__module__,
             "__qualname__": source.__qualname__,
             "__doc__": source.__doc__,
-            "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source), self.__dict__),
+            "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source, below), self.__dict__),
         }
         attributes |= getattr(replacement, "attributes", lambda source: {})(source)
-        _derived[key] = type(source.__name__, (replacement, source), attributes)
+        bases = (source, replacement) if below else (replacement, source)
+        _derived[key] = type(source.__name__, bases, attributes)
     return _derived[key]
 
 
-def _restore(replacement: type, source: type) -> nn.Module:
+def _restore(replacement: type, source: type, below: bool) -> nn.Module:
     """An empty instance, for pickle and deepcopy: a derived class cannot be found by its name."""
-    derived: Any = derive(replacement, source)
+    derived: Any = derive(replacement, source, below=below)
     module: nn.Module = derived.__new__(derived)
     return module
 

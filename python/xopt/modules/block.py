@@ -18,7 +18,7 @@ from torch import nn
 
 from xopt.config import Config
 from xopt.graph.program import EPOCH, Program, hooked
-from xopt.graph.record import CannotRecord, Recorder, is_symbolic, record
+from xopt.graph.record import CannotRecord, OtherSizes, Recorder, is_symbolic, record
 from xopt.graph.signature import is_tensor, signature
 from xopt.modules.base import Replacement, derive
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
@@ -26,8 +26,10 @@ from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 _log = logging.getLogger("xopt")
 
 PROGRAMS = "_xopt_programs"
+_TORCHS_OWN = (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _MOST_MODULES = 64  # a block is small: a whole model as one program would be made anew for each change inside
-_MOST_PROGRAMS = 16
+_MOST_SIGNATURES = 16
+_MOST_VARIANTS = 4  # of one signature, for sizes that take different branches
 _MOST_FAILURES = 16
 
 Forward = Callable[..., Any]
@@ -42,21 +44,34 @@ class Programs:
         """What the programs fuse, in words."""
         self.problem: str | None = None
         """Why the last recording did not end in a program."""
-        self._by_signature: dict[Any, Program | None] = {}
+        self._by_signature: dict[Any, list[Program]] = {}
+        self._complete: set[Any] = set()
         self._failures = 0
         self._lock = threading.Lock()
 
-    def find(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Program | None:
+    def find(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> list[Program]:
+        """The programs for calls of a kind: several where the forward branches on sizes."""
         try:
             return self._by_signature[key]
         except KeyError:
             pass
-        if is_symbolic(args, kwargs) or len(self._by_signature) >= _MOST_PROGRAMS:
-            return None
+        if is_symbolic(args, kwargs) or len(self._by_signature) >= _MOST_SIGNATURES:
+            return []
+        self.add(module, forward, key, args, kwargs)
+        return self._by_signature[key]
+
+    def add(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Program | None:
+        """One more program, for the sizes of this call; None: there can be none."""
         with self._lock:
-            if key not in self._by_signature:
-                self._by_signature[key] = self._make(module, forward, args, kwargs)
-            return self._by_signature[key]
+            known = self._by_signature.setdefault(key, [])
+            if key in self._complete or is_symbolic(args, kwargs):
+                return None
+            program = self._make(module, forward, args, kwargs)
+            if program is not None:
+                self._by_signature[key] = [program, *known]
+            if program is None or len(known) + 1 >= _MOST_VARIANTS:
+                self._complete.add(key)
+            return program
 
     @property
     def was_tried(self) -> bool:
@@ -70,8 +85,10 @@ class Programs:
         with self._lock:
             self._failures += 1
             self._by_signature.pop(key, None)
+            self._complete.discard(key)
             if self._failures >= _MOST_FAILURES:
-                self._by_signature[key] = None
+                self._by_signature[key] = []
+                self._complete.add(key)
 
     def _make(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Program | None:
         try:
@@ -114,14 +131,20 @@ def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict
         return forward(module, *args, **kwargs)
     programs: Programs = module.__dict__[PROGRAMS]
     key, values = signature(args, kwargs)
-    program = programs.find(module, forward, key, args, kwargs)
-    if program is None or (torch.is_grad_enabled() and _wants_gradient(module, values)):
+    found = programs.find(module, forward, key, args, kwargs)
+    if not found or (torch.is_grad_enabled() and _wants_gradient(module, values)):
         return forward(module, *args, **kwargs)
-    result = program(module, values)
-    if result is NotImplemented:
+    for program in found:
+        try:
+            result = program(module, values)
+        except OtherSizes:
+            continue
+        if result is not NotImplemented:
+            return result
         programs.drop(module, key)
         return forward(module, *args, **kwargs)
-    return result
+    programs.add(module, forward, key, args, kwargs)  # for the next call of these sizes
+    return forward(module, *args, **kwargs)
 
 
 def _wants_gradient(module: nn.Module, values: list[Any]) -> bool:
@@ -167,7 +190,7 @@ def can_be_block(module: nn.Module) -> bool:
     kind = type(module)
     if issubclass(kind, (Replacement, Block, torch.jit.ScriptModule)) or "forward" in module.__dict__:
         return False
-    if kind.__module__.startswith("torch.") and kind is not nn.Sequential:
+    if kind.__module__.startswith("torch.") and kind not in _TORCHS_OWN:
         return False
     if not module._modules and not module._parameters:
         return False

@@ -31,17 +31,7 @@ class LinearActivation(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        for node in list(graph.nodes):
-            found = activation_of(node)
-            if found is None or not _is_open(found[0]) or dtype_of(node) != dtype_of(found[0]):
-                continue
-            source, activation = found
-            if not used_only_for(source, node):
-                continue
-            kwargs = source.kwargs | activation | {"out_dtype": dtype_of(node)}
-            if "other" in source.kwargs:
-                kwargs["activation_last"] = True
-            replace(graph, node, linear, source.args, kwargs)
+        fuse_activations(graph, linear)
 
 
 class LinearBinary(Pattern):
@@ -50,15 +40,34 @@ class LinearBinary(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        for binary, targets in (("add", ADD), ("mul", MULTIPLY)):
-            for node in calls(graph, *targets):
-                for source, other in _orders(node, targets):
-                    if not _is_open(source) or "other" in source.kwargs or only_user(source) is not node:
-                        continue
-                    if _is_alike(node, source, other):
-                        kwargs = source.kwargs | {"binary": binary, "other": other, "out_dtype": dtype_of(node)}
-                        replace(graph, node, linear, source.args, kwargs)
-                        break
+        fuse_binary(graph, linear)
+
+
+def fuse_activations(graph: Graph, target: Any) -> None:
+    """Into the steps of a product, which is what `target` computes."""
+    for node in list(graph.nodes):
+        found = activation_of(node)
+        if found is None or not is_open(found[0], target) or dtype_of(node) != dtype_of(found[0]):
+            continue
+        source, activation = found
+        if not used_only_for(source, node):
+            continue
+        kwargs = source.kwargs | activation | {"out_dtype": dtype_of(node)}
+        if "other" in source.kwargs:
+            kwargs["activation_last"] = True
+        replace(graph, node, target, source.args, kwargs)
+
+
+def fuse_binary(graph: Graph, target: Any) -> None:
+    for binary, targets in (("add", ADD), ("mul", MULTIPLY)):
+        for node in calls(graph, *targets):
+            for source, other in _orders(node, targets):
+                if not is_open(source, target) or "other" in source.kwargs or only_user(source) is not node:
+                    continue
+                if _is_alike(node, source, other):
+                    kwargs = source.kwargs | {"binary": binary, "other": other, "out_dtype": dtype_of(node)}
+                    replace(graph, node, target, source.args, kwargs)
+                    break
 
 
 def _orders(node: Node, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
@@ -69,9 +78,9 @@ def _orders(node: Node, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
     return [found[::-1], found]
 
 
-def _is_open(node: Any) -> bool:
+def is_open(node: Any, target: Any) -> bool:
     """A product that no activation follows yet."""
-    return isinstance(node, Node) and node.target is linear and node.kwargs.get("activation", "none") == "none"
+    return isinstance(node, Node) and node.target is target and node.kwargs.get("activation", "none") == "none"
 
 
 def _is_alike(node: Node, source: Node, other: Any) -> bool:

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import ACTIVATIONS, activation_of
-from xopt.modules.linear import PackedLinear, linear
+from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_pair, pack_as_pair
 from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, operands, replace, step, used_only_for
 
@@ -53,8 +53,8 @@ def _fit(node: Node, activated: Any, gate: Any, up: Any) -> bool:
 
 @step(lambda kwargs: f"gated linear ({kwargs['activation']})")
 def gated_linear(
-    gate: PackedLinear,
-    up: PackedLinear,
+    gate: PackedProduct,
+    up: PackedProduct,
     input: torch.Tensor,
     *,
     activation: str,

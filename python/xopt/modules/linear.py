@@ -21,10 +21,8 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.packed_parameter import PackedParameter, Place
+from xopt.modules.packed_state import FLOATING, PackedState
 from xopt.modules.pattern import step
-
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-
 
 _linear = torch.ops.xopt.linear.default
 
@@ -34,39 +32,28 @@ def place_of(weight: Any) -> Place | None:
     if type(weight) is not PackedParameter:
         return None
     place = weight.place
-    return place if place.in_pair is None else None
+    return place if place.in_pair is None and place.groups is None else None
 
 
-class PackedLinear(Replacement, nn.Linear):
+class PackedProduct(PackedState):
     """Computes with its packed weight wherever it can: on CPU tensors that want no gradient. A weight that somebody
     put in the packed one's place (functional_call, an assignment) is used as torch would use it."""
 
-    source: ClassVar[type[nn.Module]] = nn.Linear
-    switch: ClassVar[str] = "weights_prepack"
+    out_features: int
+    weight: Any
+    bias: Any
+    transposed: ClassVar[bool] = False
+    """Whether the logical weight is [in, out]."""
 
     @classmethod
-    def why_not(cls, module: nn.Linear, context: Context) -> str | None:
-        if own_forward(module, nn.Linear):
-            return "it has a forward of its own"
-        problem = plain_parameter_problem(module, "weight")
-        if problem is not None:
-            return problem
-        if module.bias is not None and module.bias.dtype not in _FLOATING:
-            return f"its bias has dtype {module.bias.dtype}"
-        return None
-
-    @classmethod
-    def replace(cls, module: nn.Linear, context: Context) -> str:
+    def pack(cls, module: Any, context: Context) -> str:
+        """Changes a module of the source class in place; what was done, in words for the report."""
         weight = module.weight
+        module.__class__ = derive(cls, type(module))
         if id(weight) in context.shared:
             module._parameters["weight"] = cast_parameter(weight, context)
-            module.__class__ = derive(cls, type(module))
             return "cast, not packed: its weight is shared with a module that reads it in the plain layout"
-        packed = context.replaced.get(id(weight))
-        if packed is None:
-            packed = context.replaced[id(weight)] = PackedParameter.pack(weight, context.target(weight))
-        module._parameters["weight"] = packed
-        module.__class__ = derive(cls, type(module))
+        module._parameters["weight"] = packed = context.pack(weight, cls.transposed)
         return f"packed as {str(packed.dtype).removeprefix('torch.')}"
 
     def forward(self, input: Any) -> torch.Tensor:
@@ -75,7 +62,7 @@ class PackedLinear(Replacement, nn.Linear):
             return recorder_of(symbol).call_module(self, linear, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
         place, bias = place_of(self._parameters["weight"]), self._parameters["bias"]
         wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-        if place is None or wants_gradient or input.dtype not in _FLOATING:
+        if place is None or wants_gradient or input.dtype not in FLOATING:
             return self.plain_forward(input)
         return _linear(  # type: ignore[no-any-return]
             input,
@@ -89,77 +76,76 @@ class PackedLinear(Replacement, nn.Linear):
     def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
-        if type(weight) is PackedParameter:
+        if isinstance(weight, PackedParameter):
             weight = weight.unpack()
-        if input.dtype in _FLOATING and not torch.is_autocast_enabled("cpu"):
+        if input.dtype in FLOATING and not torch.is_autocast_enabled("cpu"):
             weight = weight.to(input.dtype)
             bias = None if bias is None else bias.to(input.dtype)
-        return functional.linear(input, weight, bias)
+        return functional.linear(input, weight.t() if self.transposed else weight, bias)
 
-    # ---- The weight that others see ----------------------------------------------------------------------------------
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = self._parameters["weight"]
-        if type(weight) is PackedParameter:
-            plain = weight.unpack()
-            destination[prefix + "weight"] = nn.Parameter(plain, requires_grad=False) if keep_vars else plain
+class PackedLinear(Replacement, PackedProduct, nn.Linear):
+    source: ClassVar[type[nn.Module]] = nn.Linear
+    switch: ClassVar[str] = "weights_prepack"
+    packs: ClassVar[bool] = True
+    reads_packed: ClassVar[bool] = True
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        packed = self._parameters["weight"]
-        if type(packed) is not PackedParameter or prefix + "weight" not in state_dict:
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-            return
-        # torch fills a plain parameter, with all its checks and messages; that one is packed.
-        plain = nn.Parameter(torch.full(packed.shape, torch.nan, dtype=packed.dtype), requires_grad=False)
-        self._parameters["weight"] = plain
-        try:
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-            loaded = self._parameters["weight"]
-        finally:
-            self._parameters["weight"] = packed
-        given = state_dict[prefix + "weight"]
-        if loaded is not None and isinstance(given, torch.Tensor) and given.shape == packed.shape:
-            packed.assign(loaded)
+    @classmethod
+    def why_not(cls, module: nn.Linear, context: Context) -> str | None:
+        if own_forward(module, nn.Linear):
+            return "it has a forward of its own"
+        return product_problem(module)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        packed = self._parameters["weight"]
-        if type(packed) is not PackedParameter:
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        before = packed.unpack()
-        after = fn(before)
-        self._parameters["weight"] = None
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._parameters["weight"] = packed
-        if after.dtype == before.dtype and after.device == before.device:
-            return self
-        if packed.successor is None:
-            can_pack = after.device.type == "cpu" and after.dtype in _FLOATING
-            packed.successor = (
-                PackedParameter.pack(after, after.dtype) if can_pack else nn.Parameter(after, requires_grad=False)
-            )
-        self._parameters["weight"] = packed.successor
-        return self
+    @classmethod
+    def replace(cls, module: nn.Linear, context: Context) -> str:
+        return cls.pack(module, context)
+
+
+def product_problem(module: Any) -> str | None:
+    """Why the weight or bias of such a module cannot be taken over."""
+    problem = plain_parameter_problem(module, "weight")
+    if problem is None and module.bias is not None and module.bias.dtype not in FLOATING:
+        return f"its bias has dtype {module.bias.dtype}"
+    return problem
 
 
 def _label(kwargs: dict[str, Any]) -> str:
-    after = [kwargs.get("activation", "none"), kwargs.get("binary", "none")]
-    if kwargs.get("activation_last"):
-        after.reverse()
-    fused = [name for name in after if name != "none"]
+    fused = fused_names(kwargs)
     return "+".join(["linear", *fused]) if fused else ""
 
 
-def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedLinear) -> bool:
+def fused_names(kwargs: dict[str, Any]) -> list[str]:
+    """What a step does to its sums, in order."""
+    after = [kwargs.get("activation", "none"), kwargs.get("binary", "none")]
+    if kwargs.get("activation_last"):
+        after.reverse()
+    return [name for name in after if name != "none"]
+
+
+def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedProduct) -> bool:
     """Whether a tensor has the shape of a product, which it had when the graph was recorded."""
     return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == module.out_features
 
 
+def finished(
+    result: torch.Tensor,
+    activation: str,
+    alpha: float,
+    beta: float,
+    binary: str,
+    other: torch.Tensor | None,
+    activation_last: bool,
+) -> torch.Tensor:
+    """What follows a product, by torch."""
+    if activation_last and other is not None:
+        return ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
+    result = ACTIVATIONS[activation](result, alpha, beta)
+    return result if other is None else BINARY[binary](result, other)
+
+
 @step(_label)
 def linear(
-    module: PackedLinear,
+    module: PackedProduct,
     input: torch.Tensor,
     *,
     activation: str = "none",
@@ -173,12 +159,7 @@ def linear(
     """The step of a recorded graph that calls the module; patterns hand it what follows."""
     place = place_of(module._parameters["weight"])
     if place is None or (other is not None and not is_output_like(other, input, module)):
-        result: torch.Tensor = module(input)
-        if activation_last and other is not None:
-            result = ACTIVATIONS[activation](BINARY[binary](result, other), alpha, beta)
-        else:
-            result = ACTIVATIONS[activation](result, alpha, beta)
-            result = result if other is None else BINARY[binary](result, other)
+        result = finished(module(input), activation, alpha, beta, binary, other, activation_last)
         return result if out_dtype is None else result.to(out_dtype)
     return _linear(  # type: ignore[no-any-return]
         input,

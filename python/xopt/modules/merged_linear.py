@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
-from xopt.modules.linear import PackedLinear, linear
+from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
 from xopt.modules.pattern import Pattern, calls, dtype_of, step
 
@@ -31,7 +31,7 @@ class MergeSiblings(Pattern):
                 _merge(graph, input, nodes)
 
 
-def _fit(modules: list[PackedLinear]) -> bool:
+def _fit(modules: list[PackedProduct]) -> bool:
     weights = [module._parameters["weight"] for module in modules]
     return (
         all(type(weight) is PackedParameter and weight.place.in_pair is None for weight in weights)
@@ -64,7 +64,7 @@ def _allow_copies(part: Node) -> None:
 
 @step("merged linear")
 def merged_linear(
-    modules: list[PackedLinear], input: torch.Tensor, *, out_dtype: torch.dtype
+    modules: list[PackedProduct], input: torch.Tensor, *, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
     weights: list[Any] = [module._parameters["weight"] for module in modules]
     if not all(type(weight) is PackedParameter for weight in weights):

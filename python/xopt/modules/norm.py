@@ -13,7 +13,7 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
 from xopt.modules.gated_linear import gated_linear
-from xopt.modules.linear import PackedLinear, is_output_like, linear, place_of
+from xopt.modules.linear import PackedProduct, is_output_like, linear, place_of
 from xopt.modules.merged_linear import merged_linear
 from xopt.modules.pattern import (
     ADD,
@@ -223,7 +223,7 @@ class LinearNorm(Pattern):
 
 @step(lambda kwargs: f"linear+add+{kwargs['norm']}")
 def linear_norm(
-    module: PackedLinear,
+    module: PackedProduct,
     input: Tensor,
     residual: Tensor,
     norm_weight: Tensor | None,

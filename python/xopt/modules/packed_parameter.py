@@ -26,26 +26,33 @@ class Place(NamedTuple):
     """Where a weight lies. One value, so that a thread that uses it never sees half of a move."""
 
     packed: Tensor
-    """What `torch.ops.xopt.linear` takes. It may hold several weights, packed as one."""
+    """What `torch.ops.xopt.linear` or `conv` takes. It may hold several weights of linear layers, packed as one."""
     features: int
     """The output features in it: those of all its weights, or of one of a gated pair."""
     first_column: int = 0
     """Where this weight begins in it."""
     in_pair: int | None = None
     """Which of the two weights of a gated pair it is, for `torch.ops.xopt.linear_gated`; None: no such pair."""
+    groups: int | None = None
+    """The groups of a convolution, whose weight it is; None: a linear layer's."""
 
 
 class PackedParameter(nn.Parameter):
     place: Place
+    transposed: bool
+    """Whether the logical weight is [in, out], as GPT-2's layers hold it, and not [out, in]."""
     successor: nn.Parameter | None
     """What took its place when its module moved to another dtype or device; modules that shared it find it here."""
     _unpacked: weakref.ref[Tensor] | None
 
-    def __new__(cls, place: Place, shape: Sequence[int], dtype: torch.dtype) -> PackedParameter:
+    def __new__(
+        cls, place: Place, shape: Sequence[int], dtype: torch.dtype, transposed: bool = False
+    ) -> PackedParameter:
         parameter: PackedParameter = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=place.packed.device, requires_grad=False
         )
         parameter.place = place
+        parameter.transposed = transposed
         parameter.successor = None
         parameter._unpacked = None
         return parameter
@@ -57,11 +64,21 @@ class PackedParameter(nn.Parameter):
     def packed(self) -> Tensor:
         return self.place.packed
 
+    @property
+    def out_features(self) -> int:
+        return self.shape[1 if self.transposed else 0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[0 if self.transposed else 1]
+
     @classmethod
-    def pack(cls, weight: Tensor, dtype: torch.dtype) -> PackedParameter:
-        with torch.no_grad():
-            packed = torch.ops.xopt.linear_pack(weight.detach(), dtype=dtype)
-        return cls(Place(packed, weight.shape[0]), weight.shape, dtype)
+    def pack(
+        cls, weight: Tensor, dtype: torch.dtype, *, transposed: bool = False, groups: int | None = None
+    ) -> PackedParameter:
+        features = weight.shape[1 if transposed else 0]
+        place = Place(_pack(_rows(weight, transposed), dtype, groups), features, groups=groups)
+        return cls(place, weight.shape, dtype, transposed)
 
     def unpack(self) -> Tensor:
         """The logical weight. While a copy is in use, the same one is given out, so that tied weights stay tied."""
@@ -73,9 +90,15 @@ class PackedParameter(nn.Parameter):
         return alive
 
     def _unpack(self) -> Tensor:
-        rows, columns = self.shape
-        packed, features, first_column, in_pair = self.place
+        values = self._unpack_rows()
+        return values.t().contiguous() if self.transposed else values
+
+    def _unpack_rows(self) -> Tensor:
+        packed, features, first_column, in_pair, groups = self.place
         with torch.no_grad():
+            if groups is not None:
+                return torch.ops.xopt.conv_unpack(packed, self.shape, groups, self.dtype)  # type: ignore[no-any-return]
+            rows, columns = self.out_features, self.in_features
             if in_pair is not None:
                 pair = torch.ops.xopt.linear_unpack_gated(packed, rows, columns, self.dtype)
                 return pair[in_pair]  # type: ignore[no-any-return]
@@ -86,27 +109,26 @@ class PackedParameter(nn.Parameter):
 
     @property
     def is_packed_alone(self) -> bool:
-        return self.place.in_pair is None and self.place.features == self.shape[0]
+        return self.place.in_pair is None and self.place.features == self.out_features
 
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
-        with torch.no_grad():
-            packed = torch.ops.xopt.linear_pack(weight.detach(), dtype=self.dtype)
+        packed = _pack(_rows(weight, self.transposed), self.dtype, self.place.groups)
         if self.is_packed_alone:
             self.packed.copy_(packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
-            self.place = Place(packed, self.shape[0])
+            self.place = Place(packed, self.out_features)
         self._unpacked = None
 
     # ---- What torch asks of a tensor that wraps others ---------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["packed"], (tuple(self.shape), self.dtype, tuple(self.place[1:]))
+        return ["packed"], (tuple(self.shape), self.dtype, tuple(self.place[1:]), self.transposed)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Tensor:
-        shape, dtype, place = context
-        return PackedParameter(Place(inner["packed"], *place), shape, dtype)
+        shape, dtype, place, transposed = context
+        return PackedParameter(Place(inner["packed"], *place), shape, dtype, transposed)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -115,7 +137,7 @@ class PackedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             source = args[0]
-            return cls(source.place, source.shape, source.dtype)
+            return cls(source.place, source.shape, source.dtype, source.transposed)
         if not func._schema.is_mutable:
             args, kwargs = tree_map_only(cls, lambda parameter: parameter.unpack(), (args, kwargs))
             return func(*args, **kwargs)
@@ -138,15 +160,22 @@ class PackedParameter(nn.Parameter):
             if id(self.packed) not in memo:
                 memo[id(self.packed)] = self.packed.clone()
             place = self.place._replace(packed=memo[id(self.packed)])
-            memo[id(self)] = PackedParameter(place, self.shape, self.dtype)
+            memo[id(self)] = PackedParameter(place, self.shape, self.dtype, self.transposed)
         copied: PackedParameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PackedParameter, (self.place, tuple(self.shape), self.dtype)
+        return PackedParameter, (self.place, tuple(self.shape), self.dtype, self.transposed)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedParameter({self.unpack()!r})"
+
+
+def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None) -> Tensor:
+    with torch.no_grad():
+        if groups is None:
+            return torch.ops.xopt.linear_pack(weight.detach(), dtype=dtype)  # type: ignore[no-any-return]
+        return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
 
 
 # ---- Several weights in one ------------------------------------------------------------------------------------------
@@ -158,11 +187,11 @@ def pack_as_one(parameters: Sequence[PackedParameter]) -> bool:
     with _packing:
         if are_one(parameters):
             return True
-        sizes = [parameter.shape[0] for parameter in parameters]
+        sizes = [parameter.out_features for parameter in parameters]
         if not _can_move(parameters) or any(size % _PANEL for size in sizes[:-1]):
             return False
         with torch.no_grad():
-            together = torch.cat([parameter.unpack() for parameter in parameters])
+            together = torch.cat([_rows(parameter.unpack(), parameter.transposed) for parameter in parameters])
             packed = torch.ops.xopt.linear_pack(together, dtype=together.dtype)
         first = 0
         for parameter, size in zip(parameters, sizes, strict=True):
@@ -176,12 +205,13 @@ def pack_as_pair(gate: PackedParameter, up: PackedParameter) -> bool:
     with _packing:
         if are_pair(gate, up):
             return True
-        if not _can_move((gate, up)) or gate.shape != up.shape:
+        if not _can_move((gate, up)) or gate.out_features != up.out_features:
             return False
         with torch.no_grad():
-            packed = torch.ops.xopt.linear_pack_gated(gate.unpack(), up.unpack(), dtype=gate.dtype)
-        gate.place = Place(packed, gate.shape[0], in_pair=0)
-        up.place = Place(packed, up.shape[0], in_pair=1)
+            rows = [_rows(parameter.unpack(), parameter.transposed) for parameter in (gate, up)]
+            packed = torch.ops.xopt.linear_pack_gated(*rows, dtype=gate.dtype)
+        gate.place = Place(packed, gate.out_features, in_pair=0)
+        up.place = Place(packed, up.out_features, in_pair=1)
         return True
 
 
@@ -191,7 +221,7 @@ def are_one(parameters: Sequence[PackedParameter]) -> bool:
         place = parameter.place
         if place.packed is not packed or place.first_column != first or place.in_pair is not None:
             return False
-        first += parameter.shape[0]
+        first += parameter.out_features
     return True
 
 
@@ -202,8 +232,13 @@ def are_pair(gate: PackedParameter, up: PackedParameter) -> bool:
 def _can_move(parameters: Sequence[PackedParameter]) -> bool:
     first = parameters[0]
     distinct = len({id(parameter) for parameter in parameters}) == len(parameters)
-    alike = all(each.dtype == first.dtype and each.shape[1] == first.shape[1] for each in parameters)
+    alike = all(each.dtype == first.dtype and each.in_features == first.in_features for each in parameters)
     return distinct and alike and all(each.is_packed_alone for each in parameters)
+
+
+def _rows(weight: Tensor, transposed: bool) -> Tensor:
+    """A logical weight as [out, in]."""
+    return weight.t() if transposed else weight
 
 
 _PANEL = 32

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.fx import Graph, Node
 
-from xopt.graph.record import EXAMPLE, Described
+from xopt.graph.record import EXAMPLE, Described, expect
 
 
 class Pattern:
@@ -114,7 +114,8 @@ def remove_unused(graph: Graph) -> None:
     """All recorded functions are pure; methods of objects that are no tensors need not be."""
     for node in reversed(list(graph.nodes)):
         opaque = node.op == "call_method" and not isinstance(node.args[0].meta.get(EXAMPLE), Described)
-        if not node.users and node.op not in ("placeholder", "output") and not opaque:
+        needed = opaque or node.op in ("placeholder", "output") or node.target is expect
+        if not node.users and not needed:
             graph.erase_node(node)
 
 

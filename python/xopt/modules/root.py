@@ -1,4 +1,5 @@
-"""The forward of a whole optimized model: under autocast inside, and outside with the dtypes of its source.
+"""The forward of a whole optimized model: under autocast and with its images' channels last inside, and outside with
+the dtypes and layouts of its source.
 
 Autocast is what lets the optimized dtype flow between layers, those that xopt has no kernel for included. A script
 that has autocast on already keeps its own, and gets what autocast gives. A small model is a block as well.
@@ -15,6 +16,7 @@ from torch import nn
 
 from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
+from xopt.modules.layout import Layout, image_dims
 
 
 class RootForward:
@@ -24,8 +26,16 @@ class RootForward:
     collector comes round.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype | None,
+        source_dtype: torch.dtype | None,
+        dims: frozenset[int] = frozenset(),
+    ) -> None:
         self._module = weakref.ref(module)
+        self._dims = dims
+        self._layout = Layout(dims)
         self._dtype = dtype
         self._source_dtype = source_dtype
         # Libraries look at the arguments that a model's forward takes.
@@ -35,9 +45,9 @@ class RootForward:
         module = self._module()
         assert module is not None, "a forward outlived its module"
         if self._dtype is None or torch.is_autocast_enabled("cpu"):
-            return self._forward(module, args, kwargs)
+            return self._layout.call(self._forward, module, args, kwargs)
         with torch.autocast("cpu", dtype=self._dtype):
-            result = self._forward(module, args, kwargs)
+            result = self._layout.call(self._forward, module, args, kwargs)
         return self._restore_dtype(result)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,19 +82,21 @@ class RootForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> RootForward:
         module = self._module()
         assert module is not None, "a forward outlived its module"
-        return RootForward(memo.get(id(module), module), self._dtype, self._source_dtype)
+        return RootForward(memo.get(id(module), module), self._dtype, self._source_dtype, self._dims)
 
     def __reduce__(self) -> Any:
-        return RootForward, (self._module(), self._dtype, self._source_dtype)
+        return RootForward, (self._module(), self._dtype, self._source_dtype, self._dims)
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
-    """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), or because it is a block."""
+    """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images, or
+    because it is a block."""
     if isinstance(module.__dict__.get("forward"), RootForward):
         return
     small = can_be_block(module)
-    if dtype is None and not small:
+    dims = image_dims(module)
+    if dtype is None and not small and not dims:
         return
-    module.__dict__["forward"] = RootForward(module, dtype, source_dtype)
+    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims)
     if small:
         module.__dict__[PROGRAMS] = Programs(config)

@@ -11,7 +11,7 @@ _TILE_BYTES = 1024
 _COLUMN_BYTES = 12  # of an int8 weight: scale, column sum and zero point
 
 
-def _check_packed(op: str, packed: Tensor) -> None:
+def check_packed(op: str, packed: Tensor) -> None:
     if packed.dtype != torch.uint8 or packed.dim() != 1:
         raise RuntimeError(
             f"xopt::{op}: packed: expected a uint8 tensor of one dimension, got {packed.dtype} of {packed.dim()}"
@@ -19,7 +19,7 @@ def _check_packed(op: str, packed: Tensor) -> None:
 
 
 def _output(op: str, input: Tensor, packed: Tensor, out_features: Size, dtype: torch.dtype) -> Tensor:
-    _check_packed(op, packed)
+    check_packed(op, packed)
     if input.dim() < 1:
         raise RuntimeError(f"xopt::{op}: input: expected at least one dimension, got 0")
     return input.new_empty((*input.shape[:-1], out_features), dtype=dtype)
@@ -29,7 +29,7 @@ def _ceil_div(value: Size, divisor: int) -> Size:
     return (value + divisor - 1) // divisor
 
 
-def _packed(like: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype, gated: bool) -> Tensor:
+def packed_bytes(like: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype, gated: bool) -> Tensor:
     """The size of csrc/kernels/packed.h's layout."""
     panels = _ceil_div(out_features, 16 if gated else 32)
     panel_bytes = _ceil_div(in_features * dtype.itemsize, 64) * 2 * _TILE_BYTES
@@ -52,24 +52,24 @@ def _matrix_sizes(op: str, name: str, weight: Tensor) -> tuple[Size, Size]:
 @fake_of("linear_pack")
 def _linear_pack(weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     out_features, in_features = _matrix_sizes("linear_pack", "weight", weight)
-    return _packed(weight, out_features, in_features, dtype, gated=False)
+    return packed_bytes(weight, out_features, in_features, dtype, gated=False)
 
 
 @fake_of("linear_pack_gated")
 def _linear_pack_gated(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
     out_features, in_features = _matrix_sizes("linear_pack_gated", "gate", gate)
-    return _packed(gate, out_features, in_features, dtype, gated=True)
+    return packed_bytes(gate, out_features, in_features, dtype, gated=True)
 
 
 @fake_of("linear_pack_int8")
 def _linear_pack_int8(weight: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
     out_features, in_features = _matrix_sizes("linear_pack_int8", "weight", weight)
-    return _packed(weight, out_features, in_features, torch.int8, gated=False)
+    return packed_bytes(weight, out_features, in_features, torch.int8, gated=False)
 
 
 @fake_of("linear_unpack")
 def _linear_unpack(packed: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype) -> Tensor:
-    _check_packed("linear_unpack", packed)
+    check_packed("linear_unpack", packed)
     return packed.new_empty((out_features, in_features), dtype=dtype)
 
 
@@ -77,14 +77,14 @@ def _linear_unpack(packed: Tensor, out_features: Size, in_features: Size, dtype:
 def _linear_unpack_gated(
     packed: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    _check_packed("linear_unpack_gated", packed)
+    check_packed("linear_unpack_gated", packed)
     shape = (out_features, in_features)
     return packed.new_empty(shape, dtype=dtype), packed.new_empty(shape, dtype=dtype)
 
 
 @fake_of("linear_unpack_int8")
 def _linear_unpack_int8(packed: Tensor, out_features: Size, in_features: Size) -> tuple[Tensor, Tensor, Tensor]:
-    _check_packed("linear_unpack_int8", packed)
+    check_packed("linear_unpack_int8", packed)
     return (
         packed.new_empty((out_features, in_features), dtype=torch.int8),
         packed.new_empty((out_features,), dtype=torch.float32),

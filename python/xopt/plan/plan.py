@@ -12,7 +12,8 @@ from xopt import modules  # noqa: F401 - finds the replacements
 from xopt.config import Config
 from xopt.modules.base import Context, Replacement
 
-# Children that their parent never calls: it reads their weights, so a packed one would be unpacked in each call.
+# As torch has them, these never call their children but read their weights, so a packed one would be unpacked in each
+# call. Replaced, they do call them.
 _READS_ITS_CHILDREN = (nn.MultiheadAttention,)
 
 
@@ -36,8 +37,9 @@ def make_plan(model: nn.Module, config: Config, context: Context) -> list[Decisi
 def _decide(model: nn.Module, config: Config, context: Context) -> Iterator[Decision]:
     untouchable: dict[int, str] = {}
     for path, module in model.named_modules():
+        decision = _decide_one(path, module, untouchable.get(id(module)), config, context)
         for child in module.children():
-            if isinstance(module, _READS_ITS_CHILDREN):
+            if isinstance(module, _READS_ITS_CHILDREN) and decision.replacement is None:
                 untouchable[id(child)] = f"{type(module).__name__} reads its weight itself"
             elif id(module) in untouchable:
                 untouchable[id(child)] = untouchable[id(module)]
@@ -45,7 +47,7 @@ def _decide(model: nn.Module, config: Config, context: Context) -> Iterator[Deci
                 untouchable[id(child)] = "it belongs to a TorchScript module"
         if not module._parameters and not any(isinstance(module, kind.source) for kind in _replacements()):
             continue
-        yield _decide_one(path, module, untouchable.get(id(module)), config, context)
+        yield decision
 
 
 def _decide_one(path: str, module: nn.Module, untouchable: str | None, config: Config, context: Context) -> Decision:
@@ -66,10 +68,15 @@ def _replacements() -> list[type[Replacement]]:
 
 
 def _find_shared(decisions: list[Decision], context: Context) -> None:
-    """A weight that a Linear and some other module share keeps its plain layout."""
+    """A weight that several kinds of modules share is packed where all of them can read it so, and plain elsewhere."""
     readers: dict[int, set[type[Replacement] | None]] = {}
     for decision in decisions:
         for parameter in decision.module._parameters.values():
             if parameter is not None:
                 readers.setdefault(id(parameter), set()).add(decision.replacement)
-    context.shared.update(parameter for parameter, kinds in readers.items() if len(kinds) > 1)
+    for key, kinds in readers.items():
+        if all(kind is not None and kind.reads_packed for kind in kinds):
+            if any(kind is not None and kind.packs for kind in kinds):
+                context.packed.add(key)
+        elif len(kinds) > 1:
+            context.shared.add(key)

@@ -1,0 +1,31 @@
+// Convolutions in channels_last: the contract of the kernels "conv" of dtypes f32, bf16 and f16 (the packed weight's; the
+// input may be any of the three) and of "conv_depthwise" (dtype f32, that of its sums).
+//
+// A convolution is a product C[m, n] = A[m, k] * W[n, k]^T with another view of A (PatchesView): m counts output
+// positions, n output channels, k positions of the kernel and within each the input channels. What follows the product
+// is as for GEMM. With several groups there is a product for each, or one for a few narrow groups that lie side by
+// side, whose weights then are zero between groups: a panel has 32 columns anyway. (An infinite or NaN input so reaches
+// the outputs of its neighbours too.) Each product's weights begin a panel of the packed weight.
+//
+// Depthwise: a group for each channel. Its packed weight is the matrix [channels, positions], whose tiles hold 16
+// channels of a position side by side, as the sums over positions want them.
+#pragma once
+
+#include "kernels/gemm.h"
+
+namespace xopt {
+
+struct ConvCall {
+  PatchesView input;  // of the first product's channels; depthwise: of all
+  int64_t images;
+  int64_t products;         // 1 if depthwise
+  int64_t product_columns;  // output channels of each
+  PackedWeight weight;      // of all of them
+  Epilogue epilogue;        // likewise
+};
+
+using ConvFn = void(const ConvCall& call);
+
+constexpr int64_t output_positions(const PatchesView& input) { return input.out[0] * input.out[1] * input.out[2]; }
+
+}  // namespace xopt

@@ -1,0 +1,28 @@
+// Convolutions with weights of bf16: in fp32 up to AVX-512, by pair products from AVX512-BF16 on, by tiles with AMX.
+// isa: scalar avx2 avx512 avx512_bf16 amx
+#include "kernels/conv_loop.h"
+#include "tiles/block_amx.h"
+#include "tiles/block_avx2.h"
+#include "tiles/block_avx512.h"
+#include "tiles/block_scalar.h"
+
+namespace xopt::XOPT_ISA {
+namespace {
+
+void conv_bf16(const ConvCall& call) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AMX
+  conv_with<TileBlock<TileBf16>>(call);
+#elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+  conv_with<DotBlock<DotBf16>>(call);
+#elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
+  conv_with<FmaBlock<WeightBf16>>(call);
+#else
+  conv_with<ScalarBlock<Bf16, float, float, Bf16>>(call);
+#endif
+}
+
+}  // namespace
+
+XOPT_REGISTER_KERNEL(conv, bf16, conv_bf16);
+
+}  // namespace xopt::XOPT_ISA

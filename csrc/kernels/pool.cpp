@@ -1,0 +1,124 @@
+// Pooling. See pool.h.
+// isa: scalar avx2 avx512 avx512_bf16
+//
+// A window's values lie at a constant distance for each channel, so a vector of channels is reduced in registers, four
+// of them at a time; the windows of an output line follow each other, and what they share is in L1.
+#include "kernels/pool.h"
+
+#include "runtime/parallel.h"
+#include "runtime/registry.h"
+#include "tiles/vector.h"
+
+namespace xopt::XOPT_ISA {
+namespace {
+
+constexpr int64_t kVectors = 4;              // of channels, reduced at once
+constexpr int64_t kValuesOfAThread = 16384;  // fewer are not worth waking another thread
+
+// The places of a window along one dimension that lie inside: `count` from `first` on, and how many there are with the
+// padding.
+struct Window {
+  int64_t first, count, with_padding;
+};
+
+Window window_at(const PoolCall& call, int dim, int64_t position) {
+  const PatchesView& v = call.input;
+  const int64_t begin = position * v.stride[dim] - v.padding[dim], dilation = v.dilation[dim];
+  const int64_t skipped = begin < 0 ? (-begin + dilation - 1) / dilation : 0;
+  const int64_t inside = v.in[dim] - begin <= 0 ? 0 : (v.in[dim] - begin + dilation - 1) / dilation;
+  const int64_t end = minimum(v.kernel[dim], inside);
+  const int64_t padded_end = minimum(begin + v.kernel[dim], v.in[dim] + call.padding_after[dim]);
+  return {begin + skipped * dilation, maximum<int64_t>(0, end - skipped), padded_end - begin};
+}
+
+// What a window's values become.
+struct Max {
+  F value = set1(-__builtin_inff());
+  F nan = set1(0.0F);  // NaN once a value was
+
+  XOPT_INLINE void take(F x) {
+    value = max(value, x);
+    // Comparisons lose a NaN; a product with zero keeps it, if infinities are kept out.
+    nan = fma(min(set1(3.4028235e38F), abs(x)), set1(0.0F), nan);
+  }
+  XOPT_INLINE F result(F) const { return add(value, nan); }
+};
+
+struct Average {
+  F value = set1(0.0F);
+
+  XOPT_INLINE void take(F x) { value = add(value, x); }
+  XOPT_INLINE F result(F divisor) const { return div(value, divisor); }
+};
+
+template <class Kind, int N, class T>
+XOPT_INLINE void reduce(const T* first, const Window* windows, const int64_t* step, int64_t count, F divisor, T* out) {
+  Kind sums[N];
+  for (int64_t d = 0; d < windows[0].count; ++d) {
+    for (int64_t h = 0; h < windows[1].count; ++h) {
+      const T* x = first + d * step[0] + h * step[1];
+      for (int64_t w = 0; w < windows[2].count; ++w, x += step[2]) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[n].take(load_first(x + n * kWidth, count));
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) store_first(out + n * kWidth, sums[n].result(divisor), count);
+}
+
+template <class Kind, class T>
+void pool_position(const PoolCall& call, const T* image, const Window* windows, T* out) {
+  const PatchesView& v = call.input;
+  int64_t step[3];
+  int64_t inside = 1, padded = 1;
+  const T* first = image;
+  for (int i = 0; i < 3; ++i) {
+    step[i] = v.dilation[i] * v.in_stride[i];
+    first += windows[i].first * v.in_stride[i];
+    inside *= windows[i].count;
+    padded *= windows[i].with_padding;
+  }
+  const int64_t counted = call.divisor != 0 ? call.divisor : (call.counts_padding ? padded : inside);
+  const F divisor = set1(static_cast<float>(counted));
+  int64_t c = 0;
+  for (; c + kVectors * kWidth <= v.channels; c += kVectors * kWidth) {
+    reduce<Kind, kVectors>(first + c, windows, step, kWidth, divisor, out + c);
+  }
+  for (; c + kWidth <= v.channels; c += kWidth) reduce<Kind, 1>(first + c, windows, step, kWidth, divisor, out + c);
+  if (c < v.channels) reduce<Kind, 1>(first + c, windows, step, v.channels - c, divisor, out + c);
+}
+
+template <class Kind, class T>
+void pool_of(const PoolCall& call) {
+  const PatchesView& v = call.input;
+  const int64_t lines = call.images * v.out[0] * v.out[1];
+  const int64_t values = lines * v.out[2] * v.channels * v.kernel[0] * v.kernel[1] * v.kernel[2];
+  const int64_t threads = minimum(minimum<int64_t>(max_threads(), lines), values / kValuesOfAThread + 1);
+  parallel(static_cast<int>(threads), [&](int thread, int count) {
+    for (int64_t line = lines * thread / count; line < lines * (thread + 1) / count; ++line) {
+      const int64_t image = line / (v.out[0] * v.out[1]);
+      Window windows[3] = {window_at(call, 0, line / v.out[1] % v.out[0]), window_at(call, 1, line % v.out[1]), {}};
+      const T* from = static_cast<const T*>(v.data) + image * v.image_stride;
+      T* out = static_cast<T*>(call.out) + line * v.out[2] * v.channels;
+      for (int64_t w = 0; w < v.out[2]; ++w, out += v.channels) {
+        windows[2] = window_at(call, 2, w);
+        pool_position<Kind>(call, from, windows, out);
+      }
+    }
+  });
+}
+
+template <class Kind>
+void pool_kind(const PoolCall& call) {
+  if (call.input.dtype == DType::f32) return pool_of<Kind, float>(call);
+  return call.input.dtype == DType::bf16 ? pool_of<Kind, Bf16>(call) : pool_of<Kind, F16>(call);
+}
+
+void pool(const PoolCall& call) { return call.kind == Pool::max ? pool_kind<Max>(call) : pool_kind<Average>(call); }
+
+}  // namespace
+
+XOPT_REGISTER_KERNEL(pool, f32, pool);
+
+}  // namespace xopt::XOPT_ISA

@@ -1,0 +1,26 @@
+// See images.h.
+#include "ops/images.h"
+
+namespace xopt::ops {
+
+void check_integers(const char* op, const char* name, const Integers& values, int64_t count, int64_t least) {
+  constexpr int64_t kMostSize = int64_t{1} << 40;
+  if (values.size() != count) fail(op, name, "expected ", count, " numbers, got ", values.size());
+  for (int64_t i = 0; i < count; ++i) {
+    if (values[i] < least || values[i] > kMostSize) {
+      fail(op, name, "expected numbers of at least ", least, ", got ", values.text());
+    }
+  }
+}
+
+void set_input(Tensor* input, PatchesView* view) {
+  view->dtype = *dtype_from_torch(input->dtype_code());
+  if (input->numel() == 0) return;
+  if (!is_channels_last(*input)) *input = input->channels_last_copy();
+  view->data = input->data();
+  view->image_stride = input->stride(0);
+  const int64_t dims = input->dims() - 2;
+  for (int64_t i = 0; i < dims; ++i) view->in_stride[3 - dims + i] = input->stride(2 + i);
+}
+
+}  // namespace xopt::ops

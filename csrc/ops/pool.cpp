@@ -1,0 +1,119 @@
+// xopt::pool: max and average pooling over 1 to 3 spatial dimensions, with the channels last in memory.
+#include "kernels/pool.h"
+
+#include "ops/images.h"
+#include "runtime/registry.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr const char* kOp = "pool";
+constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
+constexpr NamedValue<Pool> kKinds[] = {{"max", Pool::max}, {"average", Pool::average}};
+
+Kernel<PoolFn> pool_kernel("pool", "f32");
+
+struct PoolArguments {
+  explicit PoolArguments(Stack stack)
+      : input(stack.tensor()),
+        kind(stack.string()),
+        kernel(stack.integers()),
+        stride(stack.integers()),
+        padding(stack.integers()),
+        dilation(stack.integers()),
+        ceil_mode(stack.boolean()),
+        count_include_pad(stack.boolean()),
+        divisor(stack.integer()) {}
+
+  Tensor input;
+  String kind;
+  Integers kernel, stride, padding, dilation;
+  bool ceil_mode, count_include_pad;
+  int64_t divisor;
+};
+
+// As torch counts them: with ceil_mode also a last window that hangs over, if it begins inside or in the padding before.
+int64_t output_size(const PoolArguments& arguments, int64_t i, int64_t size) {
+  const int64_t padding = arguments.padding[i], stride = arguments.stride[i];
+  int64_t extent = 0;
+  if (__builtin_mul_overflow(arguments.dilation[i], arguments.kernel[i] - 1, &extent)) extent = INT64_MAX;
+  const int64_t free = size + 2 * padding - extent - 1;
+  int64_t out = free >= 0 ? free / stride + 1 : 0;
+  if (arguments.ceil_mode && free > -stride) {
+    out = (free + stride - 1) / stride + 1;
+    if ((out - 1) * stride >= size + padding) --out;
+  }
+  if (out < 1 || size < 1) {
+    fail(kOp, "input", "expected at least ", extent + 1, " elements, what the window spans, along spatial dimension ",
+         i, ", got ", size + 2 * padding, " with padding");
+  }
+  return out;
+}
+
+PoolCall pool_call(const PoolArguments& arguments) {
+  const Tensor& input = arguments.input;
+  const int64_t dims = input.dims() - 2;
+  check_integers(kOp, "kernel_size", arguments.kernel, dims, 1);
+  check_integers(kOp, "stride", arguments.stride, dims, 1);
+  check_integers(kOp, "padding", arguments.padding, dims, 0);
+  check_integers(kOp, "dilation", arguments.dilation, dims, 1);
+  PoolCall call{};
+  call.kind = parse_name(kOp, "kind", arguments.kind.text(), kKinds);
+  call.images = input.size(0);
+  call.input.channels = input.size(1);
+  call.counts_padding = arguments.count_include_pad;
+  call.divisor = arguments.divisor;
+  for (int64_t i = 0; i < dims; ++i) {
+    const int64_t at = 3 - dims + i;
+    int64_t span = 0;
+    const bool fits = !__builtin_mul_overflow(arguments.dilation[i], arguments.kernel[i] - 1, &span);
+    if (fits && 2 * arguments.padding[i] > span + 1) {
+      fail(kOp, "padding", "expected at most half of what the window spans, ", span + 1, ", got ",
+           arguments.padding.text());
+    }
+    if (call.kind == Pool::average && arguments.dilation[i] != 1) {
+      fail(kOp, "dilation", "expected 1 for an average, got ", arguments.dilation.text());
+    }
+    call.input.in[at] = input.size(2 + i);
+    call.input.kernel[at] = arguments.kernel[i];
+    call.input.stride[at] = arguments.stride[i];
+    call.input.padding[at] = call.padding_after[at] = arguments.padding[i];
+    call.input.dilation[at] = arguments.dilation[i];
+    call.input.out[at] = output_size(arguments, i, input.size(2 + i));
+  }
+  return call;
+}
+
+void pool(StableIValue* stack, uint64_t, uint64_t) {
+  PoolArguments arguments{Stack(stack)};
+  Tensor& input = arguments.input;
+  const Checked checked{kOp, "input", input};
+  check_no_gradient({checked});
+  checked.cpu();
+  const DType dtype = checked.dtype(kFloating);
+  if (input.dims() < 3 || input.dims() > 5) {
+    checked.fail("expected 3 to 5 dimensions [images, channels, spatial...], got shape ", input.shape_text());
+  }
+  PoolCall call = pool_call(arguments);
+  int64_t sizes[5] = {call.images, call.input.channels};
+  for (int64_t i = 2; i < input.dims(); ++i) sizes[i] = call.input.out[5 - input.dims() + i - 2];
+  Tensor out = Tensor::empty_channels_last(sizes, input.dims(), dtype);
+  call.out = out.mutable_data();
+  if (out.numel() > 0) {
+    set_input(&input, &call.input);
+    pool_kernel(call);
+  }
+  return_tensor(stack, 0, std::move(out));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
+  library.def(
+      "pool(Tensor input, str kind, *, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
+      "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("pool", &pool); }
+
+}  // namespace xopt::ops

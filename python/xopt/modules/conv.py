@@ -1,0 +1,195 @@
+"""nn.Conv1d, Conv2d and Conv3d with packed weights, on `torch.ops.xopt.conv`.
+
+The operator computes with the channels last in memory. As with torch, a layer answers in the layout of its input, or
+with the channels last where its weight had them so; `root.py` hands a model its input in the layout that fits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+
+from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.record import Symbol, recorder_of
+from xopt.modules.base import Context, Replacement, derive, own_forward, plain_parameter_problem, result_dtype
+from xopt.modules.folded_norm import folded
+from xopt.modules.linear import finished, fused_names
+from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.packed_state import FLOATING, PackedState
+from xopt.modules.pattern import step
+
+_KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_FUNCTIONS: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+_CHANNELS_LAST = "_xopt_channels_last"  # in a module's __dict__: its source's weight had its channels last
+
+_conv = torch.ops.xopt.conv.default
+
+
+class PackedConv(Replacement, PackedState, _ConvNd):
+    """Computes with its packed weight on CPU tensors that want no gradient, as PackedProduct does."""
+
+    source: ClassVar[type[nn.Module]] = _ConvNd
+    switch: ClassVar[str] = "conv_prepack"
+
+    @classmethod
+    def why_not(cls, module: _ConvNd, context: Context) -> str | None:
+        kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
+        if kind is None:
+            return "transposed convolutions are left to torch"
+        if own_forward(module, kind) or type(module)._conv_forward is not kind._conv_forward:
+            return "it has a forward of its own"
+        problem = plain_parameter_problem(module, "weight")
+        if problem is not None:
+            return problem
+        if module.bias is not None and module.bias.dtype not in FLOATING:
+            return f"its bias has dtype {module.bias.dtype}"
+        return None
+
+    @classmethod
+    def replace(cls, module: _ConvNd, context: Context) -> str:
+        weight = module.weight
+        packed = context.replaced.get(id(weight))
+        if packed is None:
+            packed = PackedParameter.pack(weight, context.target(weight), groups=module.groups)
+            context.replaced[id(weight)] = packed
+        elif type(packed) is not PackedParameter or packed.place.groups != module.groups:
+            return "left to torch: its weight is shared with a layer of another kind"
+        module.__dict__[_CHANNELS_LAST] = weight.stride(1) == 1 and not weight.is_contiguous()
+        module._parameters["weight"] = packed
+        module.__class__ = derive(cls, type(module))
+        return f"packed as {str(packed.dtype).removeprefix('torch.')}"
+
+    def forward(self, input: Any) -> torch.Tensor:
+        if type(input) is Symbol:
+            symbol: Any = input
+            return recorder_of(symbol).call_module(self, conv, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
+        bias = self._parameters["bias"]
+        wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+        if not has_packed_weight(self) or wants_gradient or input.dtype not in FLOATING:
+            return self.plain_forward(input)
+        return run(self, input, bias, out_dtype=result_dtype(input))
+
+    def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        if type(weight) is PackedParameter:
+            weight = weight.unpack()
+        if input.dtype in FLOATING and not torch.is_autocast_enabled("cpu"):
+            weight = weight.to(input.dtype)
+            bias = None if bias is None else bias.to(input.dtype)
+        return self._conv_forward(input, weight, bias)
+
+
+def has_packed_weight(module: nn.Module) -> bool:
+    weight = module._parameters["weight"]
+    return type(weight) is PackedParameter and weight.place.groups is not None
+
+
+def computes_channels_last(module: nn.Module) -> bool:
+    """Whether a layer answers with the channels last whatever it is given."""
+    return bool(module.__dict__.get(_CHANNELS_LAST))
+
+
+def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """The operator with a module's packed weight and geometry."""
+    weight: PackedParameter = module._parameters["weight"]
+    if input.dim() == weight.dim() - 1:  # a single image
+        other = options.pop("other", None)
+        if other is not None:
+            options["other"] = other.unsqueeze(0)
+        return run(module, input.unsqueeze(0), bias, **options).squeeze(0)
+    keeps_channels_last = module.__dict__[_CHANNELS_LAST] or input.stride(1 if input.dim() > 1 else 0) == 1
+    padding = _padding(module)
+    if module.padding_mode != "zeros":
+        # Modules keep these amounts in the order that pad takes; the operator then pads no more.
+        input = functional.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        padding = [0] * len(padding)
+    result: torch.Tensor = _conv(
+        input,
+        weight.place.packed,
+        weight.shape,
+        bias,
+        stride=module.stride,
+        padding=padding,
+        dilation=module.dilation,
+        groups=module.groups,
+        **options,
+    )
+    return result if keeps_channels_last else result.contiguous()
+
+
+def _padding(module: Any) -> list[int]:
+    """Zeros before and after, for each spatial dimension."""
+    padding = module.padding
+    if padding == "valid":
+        return [0] * (2 * len(module.kernel_size))
+    if padding == "same":
+        amounts = []
+        for step_, size in zip(module.dilation, module.kernel_size, strict=True):
+            total = step_ * (size - 1)
+            amounts += [total // 2, total - total // 2]
+        return amounts
+    return [amount for both in padding for amount in (both, both)]
+
+
+def output_shape(module: Any, input: torch.Tensor) -> tuple[int, ...]:
+    padding = _padding(module)
+    dims = len(module.kernel_size)
+    spatial = []
+    for i, size in enumerate(input.shape[-dims:]):
+        span = module.dilation[i] * (module.kernel_size[i] - 1)
+        spatial.append((size + padding[2 * i] + padding[2 * i + 1] - span - 1) // module.stride[i] + 1)
+    return (*input.shape[: -dims - 1], module.out_channels, *spatial)
+
+
+def _label(kwargs: dict[str, Any]) -> str:
+    norm = ["batch_norm"] if kwargs.get("norm") else []
+    fused = norm + fused_names(kwargs)
+    return "+".join(["conv", *fused]) if fused else ""
+
+
+@step(_label)
+def conv(
+    module: PackedConv,
+    input: torch.Tensor,
+    *,
+    norm: tuple[torch.Tensor | None, ...] | None = None,
+    eps: float = 0.0,
+    activation: str = "none",
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    binary: str = "none",
+    other: torch.Tensor | None = None,
+    activation_last: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The step of a recorded graph that calls the module; patterns hand it what follows: a BatchNorm's running mean,
+    variance, weight and bias, then what a product may end in."""
+    bias: torch.Tensor | None = module._parameters["bias"]
+    if not has_packed_weight(module) or (other is not None and other.shape != output_shape(module, input)):
+        result = module(input)
+        if norm is not None:
+            mean, variance, weight, norm_bias = norm
+            result = functional.batch_norm(result, mean, variance, weight, norm_bias, eps=eps)
+        result = finished(result, activation, alpha, beta, binary, other, activation_last)
+        return result if out_dtype is None else result.to(out_dtype)
+    scale = None
+    if norm is not None:
+        scale, bias = folded(module, bias, norm, eps)
+    return run(
+        module,
+        input,
+        bias,
+        scale=scale,
+        activation=activation,
+        alpha=alpha,
+        beta=beta,
+        binary=binary,
+        other=other,
+        activation_last=activation_last,
+        out_dtype=result_dtype(input) if out_dtype is None else out_dtype,
+    )

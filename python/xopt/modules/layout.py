@@ -1,0 +1,90 @@
+"""The layout of images in an optimized model: with the channels last, whatever the user passes.
+
+Layers answer in the layout of their input, so it is enough to hand a model its images in the layout that its
+convolutions compute in. A forward that takes a view which only the source's layout allows (`x.view(len(x), -1)` of an
+image) says so with an error; it then gets its input as it is, at once and from then on. What the model returns has the
+layout that it would have had.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from xopt.modules.conv import PackedConv, computes_channels_last
+
+_log = logging.getLogger("xopt")
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_VIEW_ERROR = "view size is not compatible"
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def image_dims(module: nn.Module) -> frozenset[int]:
+    """Numbers of dimensions of the images that this model's convolutions are better given with the channels last.
+    None, where its weights have their channels last: then its layers see to it themselves, as torch's do."""
+    convs = [part for part in module.modules() if isinstance(part, PackedConv)]
+    if any(computes_channels_last(conv) for conv in convs):
+        return frozenset()
+    return frozenset(len(conv.kernel_size) + 2 for conv in convs) & _FORMATS.keys()
+
+
+class Layout:
+    def __init__(self, dims: frozenset[int]) -> None:
+        self._dims = dims
+
+    def call(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`forward(module, args, kwargs)` with images in another layout."""
+        if not self._dims or torch.compiler.is_compiling() or torch._C._is_tracing():
+            return forward(module, args, kwargs)
+        changed_args = tuple(self._channels_last(value) for value in args)
+        changed_kwargs = {name: self._channels_last(value) for name, value in kwargs.items()}
+        values = zip((*args, *kwargs.values()), (*changed_args, *changed_kwargs.values()), strict=True)
+        if all(before is after for before, after in values):
+            return forward(module, args, kwargs)
+        try:
+            result = forward(module, changed_args, changed_kwargs)
+        except RuntimeError as error:
+            if _VIEW_ERROR not in str(error):
+                raise
+            self._dims = frozenset()
+            _log.info(
+                "%s: computes in the layout of its input, since it takes a view of an image", type(module).__name__
+            )
+            return forward(module, args, kwargs)
+        return self._contiguous(result)
+
+    def _channels_last(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.dim() not in self._dims or value.dtype not in _FLOATING:
+            return value
+        if value.stride(1) == 1 or value.device.type != "cpu" or value.layout != torch.strided:
+            return value
+        image = value.contiguous(memory_format=_FORMATS[value.dim()])
+        if image.stride(1) != 1:  # one channel, whose stride says nothing to torch: it is to say which layout is meant
+            strides = list(image.stride())
+            strides[1] = 1
+            image = image.as_strided(image.shape, strides)
+        return image
+
+    def _contiguous(self, result: Any) -> Any:
+        """Images in the containers that models answer in."""
+        if isinstance(result, torch.Tensor):
+            is_image = result.dim() in self._dims and result.layout == torch.strided
+            return result.contiguous() if is_image else result
+        if isinstance(result, dict):  # transformers' outputs too: writing an item sets the attribute as well
+            for key, value in list(result.items()):
+                restored = self._contiguous(value)
+                if restored is not value:
+                    result[key] = restored
+            return result
+        if isinstance(result, tuple) and hasattr(result, "_fields"):
+            return type(result)(*(self._contiguous(item) for item in result))
+        if type(result) in (tuple, list):
+            return type(result)(self._contiguous(item) for item in result)
+        return result

@@ -1,0 +1,241 @@
+"""nn.MultiheadAttention with packed projections, one product for those of one input, and xopt's attention between.
+
+Everything that torch's forward takes works the same: batch first or second or none, both kinds of masks, weights asked
+for. What wants gradients goes through torch's own function on the unpacked weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from xopt.graph.record import is_symbolic, recorder_of
+from xopt.modules.attention import scaled_dot_product_attention
+from xopt.modules.base import (
+    Context,
+    Replacement,
+    cast_parameter,
+    derive,
+    own_forward,
+    plain_parameter_problem,
+    result_dtype,
+)
+from xopt.modules.linear import place_of
+from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.packed_state import FLOATING, PackedState
+from xopt.modules.pattern import step
+
+_linear = torch.ops.xopt.linear.default
+_PANEL = 32
+
+
+class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
+    source: ClassVar[type[nn.Module]] = nn.MultiheadAttention
+    switch: ClassVar[str] = "weights_prepack"
+    packs: ClassVar[bool] = True
+
+    _xopt_own_attention: bool
+
+    @classmethod
+    def why_not(cls, module: nn.MultiheadAttention, context: Context) -> str | None:
+        if own_forward(module, nn.MultiheadAttention) or own_forward(module.out_proj, nn.Linear):
+            return "it has a forward of its own"
+        if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+            return "it appends keys of its own (add_bias_kv, add_zero_attn)"
+        problems = [plain_parameter_problem(module, name) for name in _weights(module)]
+        if module.in_proj_bias is not None:
+            problems.append(plain_parameter_problem(module, "in_proj_bias"))
+        return next((problem for problem in problems if problem), None)
+
+    @classmethod
+    def replace(cls, module: nn.MultiheadAttention, context: Context) -> str:
+        module.__dict__["_xopt_own_attention"] = context.config.fuse_attention
+        for name in _weights(module):
+            weight: Any = module._parameters[name]
+            shared = id(weight) in context.shared
+            module._parameters[name] = cast_parameter(weight, context) if shared else context.pack(weight)
+        module.__class__ = derive(cls, type(module))
+        return f"packed as {str(context.target(weight)).removeprefix('torch.')}"
+
+    def forward(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        key_padding_mask: Any = None,
+        need_weights: bool = True,
+        attn_mask: Any = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Any, Any]:
+        if is_causal and attn_mask is None:
+            raise RuntimeError("MultiheadAttention: is_causal: expected attn_mask to be given with it, got None")
+        if not self._can_compute(query, key, value):
+            return self._plain_forward(
+                (query, key, value), key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal else _mask(attn_mask, key_padding_mask, self.num_heads, query)
+        recording = is_symbolic((query, key, value), {})
+        if recording:
+            projected = recorder_of(query, key, value).call_module(self, in_projection, query, key, value)
+        else:
+            projected = in_projection(self, query, key, value)
+        queries, keys, values = (self._heads(part) for part in projected)
+        weights = None
+        if need_weights:
+            attended, weights = _attend_with_weights(queries, keys, values, mask)
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if query.ndim == 3 else weights.squeeze(0)
+        elif self._xopt_own_attention and not recording:
+            attended = scaled_dot_product_attention(queries, keys, values, mask, causal=causal, scale=None, gqa=False)
+        else:
+            attended = functional.scaled_dot_product_attention(queries, keys, values, mask, is_causal=causal)
+        return self.out_proj(self._joined(attended, query.ndim)), weights
+
+    def _can_compute(self, *inputs: Any) -> bool:
+        weights = [self._parameters[name] for name in _weights(self)]
+        if not all(type(weight) is PackedParameter for weight in weights):
+            return False
+        if any(tensor.dtype not in FLOATING or tensor.is_nested for tensor in inputs):
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        parameters = (self._parameters["in_proj_bias"], self.out_proj.bias)
+        return not any(tensor is not None and tensor.requires_grad for tensor in (*inputs, *parameters))
+
+    def _heads(self, projected: Any) -> Any:
+        """[batch, heads, length, depth], wherever the input has its batch."""
+        split = projected.unflatten(-1, (self.num_heads, self.head_dim))
+        if split.ndim == 3:
+            return split.transpose(0, 1).unsqueeze(0)
+        return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)
+
+    def _joined(self, attended: Any, dims: int) -> Any:
+        """And back."""
+        joined = attended.transpose(1, 2).flatten(-2)
+        if dims == 2:
+            return joined.squeeze(0)
+        return joined if self.batch_first else joined.transpose(0, 1)
+
+    def _plain_forward(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        swap = self.batch_first and inputs[0].ndim == 3
+        dtype = None if torch.is_autocast_enabled("cpu") else inputs[0].dtype
+        query, key, value = (tensor.transpose(0, 1) for tensor in inputs) if swap else inputs
+        separate = not self._qkv_same_embed_dim
+        attended, weights = functional.multi_head_attention_forward(
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            _plain(self.in_proj_weight, dtype),
+            _plain(self.in_proj_bias, dtype),
+            None,
+            None,
+            False,
+            self.dropout,
+            _plain(self.out_proj.weight, dtype),  # type: ignore[arg-type]
+            _plain(self.out_proj.bias, dtype),
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=separate,
+            q_proj_weight=_plain(self.q_proj_weight, dtype),
+            k_proj_weight=_plain(self.k_proj_weight, dtype),
+            v_proj_weight=_plain(self.v_proj_weight, dtype),
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
+        return attended.transpose(0, 1) if swap else attended, weights
+
+
+def _weights(module: nn.MultiheadAttention) -> tuple[str, ...]:
+    if module._qkv_same_embed_dim:
+        return ("in_proj_weight",)
+    return ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def _plain(parameter: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    if isinstance(parameter, PackedParameter):
+        parameter = parameter.unpack()
+    return parameter if parameter is None or dtype is None else parameter.to(dtype)
+
+
+@step("merged linear")
+def in_projection(module: PackedMultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values. Which of the inputs are the same tensor is so in all calls of a recorded graph."""
+    size, bias = module.embed_dim, module._parameters["in_proj_bias"]
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    inputs = (query, key, value)
+    if not module._qkv_same_embed_dim:
+        weights = [module._parameters[name] for name in _weights(module)]
+        return tuple(_product(*each, size) for each in zip(inputs, weights, biases, strict=True))
+    weight = module._parameters["in_proj_weight"]
+    if query is key and key is value:
+        return _product(query, weight, bias, 3 * size).chunk(3, -1)
+    if size % _PANEL:  # a part would not begin where a panel does
+        return tuple(_product(each, weight, bias, 3 * size).chunk(3, -1)[n] for n, each in enumerate(inputs))
+    queries = _product(query, weight, biases[0], size)
+    if key is value:
+        both = None if bias is None else bias[size:]
+        return queries, *_product(key, weight, both, 2 * size, size).chunk(2, -1)
+    return queries, _product(key, weight, biases[1], size, size), _product(value, weight, biases[2], size, 2 * size)
+
+
+def _product(input: Tensor, weight: Any, bias: Tensor | None, features: int, first_column: int = 0) -> Tensor:
+    place = place_of(weight)
+    if place is None:  # somebody put another weight in its place since the graph was recorded
+        dtype = result_dtype(input)
+        rows = weight[first_column : first_column + features].to(dtype)
+        return functional.linear(input.to(dtype), rows, None if bias is None else bias.to(dtype))
+    return _linear(  # type: ignore[no-any-return]
+        input,
+        place.packed,
+        features,
+        bias,
+        out_dtype=result_dtype(input),
+        first_column=place.first_column + first_column,
+    )
+
+
+def _mask(attn_mask: Any, key_padding_mask: Any, heads: int, query: Any) -> Any:
+    """One mask for [batch, heads, queries, keys]; of booleans, where True is a key that takes part, or to be added."""
+    masks = []
+    if attn_mask is not None:
+        masks.append(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads)))
+    if key_padding_mask is not None:
+        keys = key_padding_mask if key_padding_mask.ndim == 2 else key_padding_mask.unsqueeze(0)
+        masks.append(keys.unsqueeze(1).unsqueeze(1))
+    if all(mask.dtype == torch.bool for mask in masks):
+        masks = [~mask for mask in masks]
+        return masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
+    dtype = query.dtype
+    added = [_to_be_added(mask, dtype) if mask.dtype == torch.bool else mask for mask in masks]
+    return added[0] + added[1] if len(added) == 2 else added[0]
+
+
+def _to_be_added(hidden: Any, dtype: torch.dtype) -> Any:
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))
+
+
+def _attend_with_weights(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
+    """Attention step by step, for those who want to see its weights."""
+    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-2, -1))
+    if mask is not None:
+        hidden = mask if mask.dtype == torch.bool else None
+        scores = scores + mask if hidden is None else scores.masked_fill(~hidden, float("-inf"))
+    weights = torch.softmax(scores, -1)
+    return torch.matmul(weights.to(value.dtype), value), weights

@@ -1,0 +1,87 @@
+"""Max and average pooling of images whose channels are last in memory, on `torch.ops.xopt.pool`.
+
+Images in another layout, and those that want a gradient, are left to torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
+
+from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.record import Symbol, recorder_of
+from xopt.modules.base import Context, Replacement, derive, own_forward
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+_DIMS: dict[type[nn.Module], int] = {
+    **{nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3},
+    **{nn.AvgPool1d: 1, nn.AvgPool2d: 2},
+}
+_pool = torch.ops.xopt.pool.default
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module] | None:
+    return next((kind for kind in _DIMS if isinstance(module, kind)), None)
+
+
+class _ImagePool(nn.Module):
+    """What the replacements of both kinds do."""
+
+    @classmethod
+    def why_not(cls, module: Any, context: Context) -> str | None:
+        kind = _kind_of(module)
+        if kind is None:
+            return "it has no kernel of its own"
+        if own_forward(module, kind):
+            return "it has a forward of its own"
+        return "it returns indices" if getattr(module, "return_indices", False) else None
+
+    @classmethod
+    def replace(cls, module: Any, context: Context) -> str:
+        module.__class__ = derive(cls, type(module))
+        return "pools with the channels last"
+
+    def forward(self, input: Any) -> torch.Tensor:
+        if type(input) is Symbol:
+            symbol: Any = input
+            return recorder_of(symbol).call_module(self, pool, symbol)  # type: ignore[no-any-return]
+        return pool(self, input)
+
+
+class MaxPool(_ImagePool, Replacement, _MaxPoolNd):
+    source: ClassVar[type[nn.Module]] = _MaxPoolNd
+    switch: ClassVar[str] = "pool_images"
+
+
+class AveragePool(_ImagePool, Replacement, _AvgPoolNd):
+    source: ClassVar[type[nn.Module]] = _AvgPoolNd
+    switch: ClassVar[str] = "pool_images"
+
+
+def pool(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """What a replaced module computes."""
+    kind = _kind_of(module)
+    assert kind is not None, "a pool of an unknown kind was replaced"
+    dims = _DIMS[kind]
+    fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in _FLOATING
+    if not fits or (torch.is_grad_enabled() and input.requires_grad):
+        return kind.forward(module, input)  # type: ignore[no-any-return]
+    average = isinstance(module, _AvgPoolNd)
+
+    def numbers(value: Any) -> list[int]:
+        return [value] * dims if isinstance(value, int) else list(value)
+
+    return _pool(  # type: ignore[no-any-return]
+        input,
+        "average" if average else "max",
+        kernel_size=numbers(module.kernel_size),
+        stride=numbers(module.stride),
+        padding=numbers(module.padding),
+        dilation=[1] * dims if average else numbers(module.dilation),
+        ceil_mode=module.ceil_mode,
+        count_include_pad=average and module.count_include_pad,
+        divisor=(getattr(module, "divisor_override", None) or 0) if average else 0,
+    )

@@ -1,0 +1,213 @@
+"""Attention that a forward writes out (a product, a softmax, another product), found and given to xopt's kernel."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+from torch.nn import functional
+
+from xopt.modules.attention import scaled_dot_product_attention
+from xopt.modules.pattern import (
+    ADD,
+    MULTIPLY,
+    Pattern,
+    argument,
+    calls,
+    dtype_of,
+    is_call,
+    is_cast,
+    only_user,
+    operands,
+    shape_of,
+)
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+_MATMUL = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
+_DIVIDE = (operator.truediv, torch.div, "div", "__truediv__")
+_SOFTMAX = (torch.softmax, functional.softmax, "softmax")
+# What einsum calls the two products, whichever letters it uses.
+_SCORES = "abcd,abed->abce"
+_OUTPUT = "abcd,abde->abce"
+
+
+class _Written(NamedTuple):
+    query: Node
+    key: Node
+    """As [..., keys, depth]; `key_is_transposed` says that it stands as [..., depth, keys]."""
+    key_is_transposed: bool
+    value: Node
+    scale: Any
+    masks: list[tuple[str, Any, Any]]
+    """From the inside to the outside: ("add", mask, None), or ("fill", where, value)."""
+
+
+class FindWrittenAttention(Pattern):
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "fuse_attention"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in [*calls(graph, *_MATMUL), *calls(graph, torch.einsum)]:
+            found = _attention(node)
+            if found is not None:
+                _put(graph, node, found)
+
+
+def _attention(node: Node) -> _Written | None:
+    factors = _product(node, _OUTPUT)
+    if factors is None or len(shape_of(node)) not in (3, 4):
+        return None
+    weights, value = factors
+    softmax = _through_casts(weights)
+    if not is_call(softmax, *_SOFTMAX) or only_user(softmax) is None or not _along_keys(softmax):
+        return None
+    masks: list[tuple[str, Any, Any]] = []
+    scale: list[Any] = []
+    scores: Any = softmax.args[0]
+    while True:
+        scores = _through_casts(scores)
+        if not isinstance(scores, Node) or only_user(scores) is None:
+            return None
+        inner = _unmasked(scores, masks) if not scale else None
+        inner = inner or _unscaled(scores, scale)
+        if inner is None:
+            break
+        scores = inner
+    product = _product(scores, _SCORES)
+    if product is None or len(shape_of(scores)) != len(shape_of(node)) or not _fits(node, product, value):
+        return None
+    query, key = product
+    transposed = not is_call(scores, torch.einsum)
+    return _Written(query, key, transposed, value, _one_factor(scale), masks[::-1])
+
+
+def _fits(node: Node, product: tuple[Node, Node], value: Node) -> bool:
+    tensors = [node, *product, value]
+    dtypes = {dtype_of(tensor) for tensor in tensors}
+    if not dtypes <= set(_FLOATING) or len({len(shape_of(tensor)) for tensor in tensors}) != 1:
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return dtype_of(node) == torch.get_autocast_dtype("cpu")
+    return len(dtypes) == 1
+
+
+def _product(node: Any, equation: str) -> tuple[Node, Node] | None:
+    """The factors of a product of matrices, all of whose other dimensions are the same."""
+    if is_call(node, *_MATMUL) and len(node.args) == 2 and not node.kwargs:
+        left, right = node.args
+    elif is_call(node, torch.einsum) and len(node.args) == 3 and _letters(node.args[0]) == equation:
+        left, right = node.args[1:]
+    else:
+        return None
+    if not isinstance(left, Node) or not isinstance(right, Node) or not shape_of(left) or not shape_of(right):
+        return None
+    return left, right
+
+
+def _letters(equation: Any) -> str:
+    """An equation with its letters named in the order of their first use."""
+    names: dict[str, str] = {}
+    text = str(equation).replace(" ", "")
+    return "".join(names.setdefault(each, chr(ord("a") + len(names))) if each.isalpha() else each for each in text)
+
+
+def _through_casts(node: Any) -> Any:
+    while is_cast(node) and only_user(node) is not None:
+        node = node.args[0]
+    return node
+
+
+def _along_keys(softmax: Node) -> bool:
+    dim = argument(softmax, 1, "dim")
+    return dim in (-1, len(shape_of(softmax)) - 1)
+
+
+def _unmasked(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
+    """What a mask is put on; the mask is added to `masks`."""
+    found = operands(node, ADD)
+    if found is not None:
+        for scores, mask in (found, found[::-1]):
+            if dtype_of(mask) in _FLOATING and _is_mask(mask) and shape_of(scores) == shape_of(node):
+                masks.append(("add", mask, None))
+                return scores
+    if is_call(node, torch.masked_fill, "masked_fill") and len(node.args) == 3:
+        scores, where, value = node.args
+        if isinstance(value, (int, float)) and _is_mask(where) and shape_of(scores) == shape_of(node):
+            masks.append(("fill", where, value))
+            return scores
+    return None
+
+
+def _is_mask(mask: Any) -> bool:
+    """Whether it is no product itself: of two tensors of the scores' shape, either might be the mask."""
+    return isinstance(mask, Node) and bool(shape_of(mask)) and _product(_through_casts(mask), _SCORES) is None
+
+
+def _unscaled(node: Node, scale: list[Any]) -> Any:
+    for targets, inverse in ((MULTIPLY, False), (_DIVIDE, True)):
+        found = operands(node, targets)
+        if found is None:
+            continue
+        for scores, factor in (found,) if inverse else (found, found[::-1]):
+            number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor != 0
+            if number and isinstance(scores, Node):
+                scale.append(1.0 / factor if inverse else factor)
+                return scores
+    return None
+
+
+def _one_factor(scale: list[Any]) -> float:
+    return float(math.prod(scale))
+
+
+def _put(graph: Graph, node: Node, found: _Written) -> None:
+    dims = len(shape_of(node))
+    with graph.inserting_before(node):
+
+        def method(name: str, *args: Any) -> Node:
+            return graph.call_method(name, args)
+
+        key = method("transpose", found.key, -2, -1) if found.key_is_transposed else found.key
+        tensors = [found.query, key, found.value]
+        mask: Any = None
+        for kind, each, value in found.masks:
+            added = graph.call_function(as_mask, (kind, each, value))
+            mask = added if mask is None else graph.call_function(join_masks, (mask, added))
+        if dims == 3:
+            tensors = [method("unsqueeze", tensor, 1) for tensor in tensors]
+            mask = mask if mask is None else graph.call_function(with_one_head, (mask,))
+        kwargs = {"causal": False, "scale": found.scale, "gqa": False}
+        attended = graph.call_function(scaled_dot_product_attention, (*tensors, mask), kwargs)
+        result = method("squeeze", attended, 1) if dims == 3 else attended
+    result.meta.update(node.meta)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def as_mask(kind: str, mask: torch.Tensor, value: float | None) -> torch.Tensor:
+    """As attention takes it: of booleans, where True takes part, or to be added. A finite value that scores are filled
+    with stays what it is, so that a row in which all are hidden comes out as it did."""
+    if kind == "add":
+        return mask
+    if value == -math.inf:
+        return ~mask.bool()
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask.bool(), value)  # type: ignore[arg-type]
+
+
+def join_masks(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    if first.dtype == second.dtype == torch.bool:
+        return first & second
+    masks = [
+        torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
+        for mask in (first, second)
+    ]
+    return masks[0] + masks[1]
+
+
+def with_one_head(mask: torch.Tensor) -> torch.Tensor:
+    """[batch, queries, keys] as [batch, 1, queries, keys]; without a batch it fits as it is."""
+    return mask.unsqueeze(1) if mask.ndim == 3 else mask

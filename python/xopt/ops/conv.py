@@ -1,0 +1,87 @@
+"""Fakes of convolutions and the packing of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+from xopt.ops.linear import check_packed, packed_bytes
+
+_PANEL = 32
+
+
+def _matrix(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[Size, Size]:
+    """Rows and columns of the packed matrix: csrc/ops/conv_layout.h."""
+    if not 3 <= len(sizes) <= 5:
+        raise RuntimeError(
+            f"xopt::{op}: {name}: expected [out_channels, in_channels / groups, kernel...] with 1 to 3 sizes of the"
+            f" kernel, got {list(sizes)}"
+        )
+    out, group_in = sizes[0], sizes[1]
+    positions: Size = 1
+    for size in sizes[2:]:
+        positions = positions * size
+    if groups < 1 or out % groups != 0:
+        raise RuntimeError(f"xopt::{op}: groups: expected a divisor of the {out} output channels, got {groups}")
+    if group_in == 1 and out == groups:
+        return out, positions
+    group_out = out // groups
+    columns = (group_out + _PANEL - 1) // _PANEL * _PANEL
+    merged = max(
+        count for count in range(1, groups + 1) if groups % count == 0 and (count == 1 or count * group_out <= columns)
+    )
+    product_columns = merged * group_out
+    padded = (product_columns + _PANEL - 1) // _PANEL * _PANEL
+    return (groups // merged - 1) * padded + product_columns, positions * merged * group_in
+
+
+@fake_of("conv_pack")
+def _conv_pack(weight: Tensor, groups: int = 1, *, dtype: torch.dtype) -> Tensor:
+    return packed_bytes(weight, *_matrix("conv_pack", "weight", weight.shape, groups), dtype, gated=False)
+
+
+@fake_of("conv_unpack")
+def _conv_unpack(packed: Tensor, weight_size: Sequence[Size], groups: int, dtype: torch.dtype) -> Tensor:
+    check_packed("conv_unpack", packed)
+    return packed.new_empty(tuple(weight_size), dtype=dtype)
+
+
+@fake_of("conv")
+def _conv(
+    input: Tensor,
+    packed: Tensor,
+    weight_size: Sequence[Size],
+    bias: Tensor | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+    scale: Tensor | None = None,
+    activation: str = "none",
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    binary: str = "none",
+    other: Tensor | None = None,
+    activation_last: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    named = {"input": input, "packed": packed, "bias": bias, "scale": scale, "other": other}
+    check("conv", named, FLOATING)
+    check_packed("conv", packed)
+    _matrix("conv", "weight_size", weight_size, groups)
+    if input.dim() != len(weight_size):
+        raise RuntimeError(
+            f"xopt::conv: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for this"
+            f" weight, got shape {list(input.shape)}"
+        )
+    spatial = [
+        (size + before + after - step * (kernel - 1) - 1) // stride_of + 1
+        for size, kernel, stride_of, before, after, step in zip(
+            input.shape[2:], weight_size[2:], stride, padding[::2], padding[1::2], dilation, strict=True
+        )
+    ]
+    memory = input.new_empty((input.shape[0], *spatial, weight_size[0]), dtype=out_dtype or input.dtype)
+    return memory.movedim(-1, 1)

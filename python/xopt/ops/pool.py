@@ -1,0 +1,38 @@
+"""The fake of pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+
+
+def _output_size(size: Size, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Size:
+    free = size + 2 * padding - dilation * (kernel - 1) - 1
+    if not ceil_mode:
+        return free // stride + 1
+    out = (free + stride - 1) // stride + 1
+    return out - 1 if (out - 1) * stride >= size + padding else out
+
+
+@fake_of("pool")
+def _pool(
+    input: Tensor,
+    kind: str,
+    *,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int = 0,
+) -> Tensor:
+    check("pool", {"input": input}, FLOATING)
+    if not 3 <= input.dim() <= 5:
+        raise RuntimeError(
+            f"xopt::pool: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
+        )
+    each = zip(input.shape[2:], kernel_size, stride, padding, dilation, strict=True)
+    spatial = [_output_size(*one, ceil_mode) for one in each]
+    return input.new_empty((input.shape[0], *spatial, input.shape[1])).movedim(-1, 1)

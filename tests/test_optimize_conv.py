@@ -1,0 +1,461 @@
+"""xopt.optimize on models with convolutions: what is fused, how exact it is, which layout they take and give."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import xopt
+from tests.families import kernel_calls
+
+ROUNDING = 1.2e-7  # of an fp32 result: where theirs is no larger, chance has a say
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def settled(model: nn.Module) -> Any:
+    """In evaluation mode, with BatchNorms that do something."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            assert module.running_var is not None
+            nn.init.normal_(module.running_mean, 0.0, 0.2)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            if module.affine:
+                nn.init.uniform_(module.weight, 0.5, 1.0)
+                nn.init.normal_(module.bias, 0.0, 0.1)
+    return model.eval()
+
+
+def conv_norm(
+    channels: int, out: int, kernel: int, activation: type[nn.Module] | None, **options: Any
+) -> nn.Sequential:
+    layers = [nn.Conv2d(channels, out, kernel, padding=kernel // 2, bias=False, **options), nn.BatchNorm2d(out)]
+    return nn.Sequential(*layers, *([] if activation is None else [activation()]))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int = 24, **options: Any) -> None:
+        super().__init__()
+        self.first = conv_norm(channels, channels, 3, nn.ReLU, **options)
+        self.second = conv_norm(channels, channels, 3, None, **options)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        y += x
+        return self.relu(y)  # type: ignore[no-any-return]
+
+
+class InvertedResidual(nn.Module):
+    """As in MobileNetV3 and EfficientNet: expansion, depthwise, squeeze and excitation, projection."""
+
+    def __init__(self, channels: int = 24, wide: int = 72) -> None:
+        super().__init__()
+        self.expand = conv_norm(channels, wide, 1, nn.Hardswish)
+        self.depthwise = conv_norm(wide, wide, 5, nn.SiLU, groups=wide)
+        self.squeeze, self.excite = nn.Conv2d(wide, 8, 1), nn.Conv2d(8, wide, 1)
+        self.project = conv_norm(wide, channels, 1, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.depthwise(self.expand(x))
+        gate = functional.adaptive_avg_pool2d(y, 1)
+        y = y * torch.sigmoid(self.excite(functional.relu(self.squeeze(gate))))
+        return x + self.project(y)  # type: ignore[no-any-return]
+
+
+class Classifier(nn.Module):
+    """A stem, blocks and a head, whose forward takes a view of pooled features, or of an image."""
+
+    def __init__(self, *blocks: nn.Module, channels: int = 24, views_an_image: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, channels, 7, 2, 3), nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
+        self.blocks = nn.Sequential(*blocks)
+        self.views_an_image = views_an_image
+        self.head = nn.Linear(channels * (36 if views_an_image else 1), 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.stem(x))
+        if not self.views_an_image:
+            x = functional.adaptive_avg_pool2d(x, 1)
+        return self.head(x.view(x.shape[0], -1))  # type: ignore[no-any-return]
+
+
+class Audio(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(1, 32, 10, 5, bias=False), nn.Conv1d(32, 48, 3, 2)
+        self.depthwise, self.norm = nn.Conv1d(48, 48, 9, padding="same", groups=48), nn.LayerNorm(48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.gelu(self.second(functional.gelu(self.first(x))))
+        return self.norm(self.depthwise(x).transpose(1, 2))  # type: ignore[no-any-return]
+
+
+class Volumes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv3d(2, 20, 3, padding=1), nn.BatchNorm3d(20)
+        self.second = nn.Conv3d(20, 20, (1, 3, 3), padding=(0, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.norm(self.first(x)))
+        return torch.tanh(self.second(y) + y)
+
+
+def many(block: Callable[[], nn.Module], count: int = 3) -> list[nn.Module]:
+    return [block() for _ in range(count)]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "residual": (lambda: Classifier(*many(Residual)), (6, 3, 37, 40)),
+    "grouped": (lambda: Classifier(*many(lambda: Residual(32, groups=8)), channels=32), (6, 3, 37, 40)),
+    "depthwise": (lambda: Classifier(*many(InvertedResidual)), (6, 3, 37, 40)),
+    "dilated": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dilation=2), nn.GELU(), nn.Conv2d(8, 5, 2, 3)),
+        (2, 3, 21, 20),
+    ),
+    "audio": (Audio, (2, 1, 900)),
+    "volumes": (Volumes, (1, 2, 5, 9, 11)),
+    "more than a program": (lambda: Classifier(*many(Residual, 12)), (6, 3, 37, 40)),
+}  # fmt: skip
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_less_exact_than_torch(name: str, dtype: torch.dtype, channels_last: bool) -> None:
+    torch.manual_seed(1)
+    make, shape = MODELS[name]
+    source, x = settled(make()), torch.randn(shape)
+    if channels_last and len(shape) != 4:
+        pytest.skip("torch has this layout for images only")
+    if channels_last:
+        source, x = source.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        exact = copy.deepcopy(source).double()(x.double())
+        plain = copy.deepcopy(source).to(dtype)(x.to(dtype))
+        optimized = xopt.optimize(source, dtype=dtype)
+        result = optimized(x)
+    assert result.dtype == torch.float32
+    assert type(optimized) is type(source)
+    assert result.shape == exact.shape
+    assert relative_error(result, exact) <= 1.1 * relative_error(plain, exact) + ROUNDING
+    assert xopt.report(optimized).optimized_conv_share == 1.0
+
+
+def fused_in(model: nn.Module) -> list[str]:
+    return [label for fusion in xopt.report(model).fusions for label in fusion.fused]
+
+
+def test_what_is_fused() -> None:
+    x = torch.randn(1, 3, 33, 33)
+    model = xopt.optimize(settled(Classifier(Residual())), sample_input=x)
+    assert fused_in(model) == ["conv+batch_norm+relu", "conv+batch_norm+relu", "conv+batch_norm+add+relu"]
+    model = xopt.optimize(settled(Classifier(InvertedResidual())), sample_input=x)
+    assert fused_in(model) == [
+        "conv+batch_norm+relu",
+        "conv+batch_norm+hardswish",
+        "conv+batch_norm+silu",
+        "conv+relu",
+        "conv+sigmoid",
+        "conv+batch_norm+add",
+    ]
+    assert "100.0% of the convolutions' weights" in str(xopt.report(model))
+
+
+def test_runs_on_xopts_kernels() -> None:
+    model, before = xopt.optimize(settled(Classifier(InvertedResidual()))), kernel_calls()
+    with torch.no_grad():
+        model(torch.randn(1, 3, 33, 33))
+    used = {record.split()[0] for record, calls in kernel_calls().items() if calls > before[record]}
+    assert {"conv", "conv_depthwise", "gemm", "epilogue"} <= used
+
+
+def test_switches() -> None:
+    source, x = settled(Classifier(Residual())), torch.randn(1, 3, 33, 33)
+    cases: dict[str, list[str]] = {
+        "conv_bn_folding": [],
+        "fuse_conv": ["conv+batch_norm"] * 3,
+        "conv_prepack": [],
+    }
+    for switch, fused in cases.items():
+        model = xopt.optimize(source, config=xopt.Config(**{switch: False}), sample_input=x)
+        assert fused_in(model) == fused, switch
+        with torch.no_grad():
+            assert torch.allclose(model(x), source(x), atol=1e-5)
+    assert xopt.report(model).optimized_conv_share == 0.0
+    assert xopt.optimize(source, conv_bn_folding=False, weights_prepack=False)
+
+
+# ---- Padding modes and shapes of inputs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("padding", [0, 2, (1, 3), "same", "valid"])
+def test_padding_modes(mode: str, padding: Any) -> None:
+    kinds: list[tuple[Any, tuple[int, ...]]] = [(nn.Conv1d, (17,)), (nn.Conv2d, (9, 12)), (nn.Conv3d, (7, 6, 8))]
+    for kind, size in kinds:
+        if isinstance(padding, tuple) and len(size) != 2:
+            continue
+        if kind is nn.Conv3d and mode == "reflect" and padding == "same":
+            continue
+        source = kind(4, 6, (4, 3, 2)[: len(size)], padding=padding, padding_mode=mode, dilation=1).eval()
+        x = torch.randn(2, 4, *size)
+        model = xopt.optimize(source)
+        with torch.no_grad():
+            assert torch.allclose(model(x), source(x), atol=1e-5), kind
+            assert torch.allclose(model(x[0]), source(x[0]), atol=1e-5), kind
+            assert model(x).is_contiguous()
+
+
+def test_unusual_inputs() -> None:
+    source = nn.Conv2d(6, 8, 3, padding=1).eval()
+    model = xopt.optimize(source)
+    wide = torch.randn(2, 12, 9, 9)
+    for x in (
+        wide[:, 3:9],
+        wide[:1, ::2].expand(3, 6, 9, 9),
+        wide[:0, :6],
+        wide[:, :6, ::2],
+        wide[:, :6].transpose(2, 3),
+    ):
+        with torch.no_grad():
+            result, expected = model(x), source(x)
+        assert result.shape == expected.shape
+        assert torch.allclose(result, expected, atol=1e-5)
+    with pytest.raises(RuntimeError, match="expected 6 channels"):
+        model(torch.randn(1, 7, 5, 5))
+    with pytest.raises(RuntimeError, match="expected at least 3 elements"):
+        xopt.optimize(nn.Conv2d(6, 8, 3).eval())(torch.randn(1, 6, 2, 2))
+    with pytest.raises(RuntimeError):
+        model(torch.randn(6, 6))
+
+
+def test_residual_that_is_broadcast_in_a_later_call() -> None:
+    class Add(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.relu(self.conv(x) + y)
+
+    source = Add().eval()
+    model, x = xopt.optimize(source), torch.randn(2, 3, 6, 6)
+    for shape in ((2, 4, 4, 4), (1, 4, 1, 1), (2, 4, 4, 1)):
+        y = torch.randn(shape)
+        with torch.no_grad():
+            assert torch.allclose(model(x, y), source(x, y), atol=1e-5)
+    assert fused_in(model) == ["conv+add+relu"]
+
+
+# ---- Layout ----------------------------------------------------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    """Keeps what passes."""
+
+    last: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["last"] = x
+        return x
+
+
+def test_channels_stay_last_inside_and_the_output_is_as_the_sources() -> None:
+    source: Any = nn.Sequential(nn.Conv2d(3, 8, 3), Seen(), nn.Conv2d(8, 5, 3)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    model: Any = xopt.optimize(source)
+    with torch.no_grad():
+        assert model(x).stride() == source(x).stride()
+        assert model[1].last.is_contiguous(memory_format=torch.channels_last)
+        last = x.to(memory_format=torch.channels_last)
+        assert model(last).stride() == source(last).stride()
+        one: Any = xopt.optimize(nn.Sequential(nn.Conv2d(1, 8, 3), Seen(), nn.Conv2d(8, 5, 3)).eval())
+        assert one(torch.randn(2, 1, 9, 9)).is_contiguous()
+        assert one[1].last.is_contiguous(memory_format=torch.channels_last)
+        # A part that is called on its own answers as torch does.
+        assert model[0](x).is_contiguous()
+        assert model[0](last).is_contiguous(memory_format=torch.channels_last)
+        weights_last = source.to(memory_format=torch.channels_last)
+        assert xopt.optimize(weights_last)(x).stride() == weights_last(x).stride()
+
+
+@pytest.mark.parametrize("blocks", [1, 12])
+def test_a_view_of_an_image(blocks: int) -> None:
+    """As a program it is a reshape; where the forward runs by itself, it gets the layout that it was written for."""
+    source = settled(Classifier(*many(Residual, blocks), views_an_image=True))
+    x = torch.randn(2, 3, 12, 12)
+    model = xopt.optimize(source)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.allclose(model(x), source(x), atol=1e-4)
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    class Fails(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            raise RuntimeError("no such thing")
+
+    model = xopt.optimize(Fails().eval(), config=xopt.Config(fuse_conv=False))
+    with pytest.raises(RuntimeError, match="no such thing"):
+        model(torch.randn(1, 3, 4, 4))
+
+
+# ---- The module that others see --------------------------------------------------------------------------------------
+
+
+def test_keys_values_and_copies() -> None:
+    source = settled(Classifier(Residual(32, groups=4), channels=32))
+    before = {name: value.clone() for name, value in source.state_dict().items()}
+    x = torch.randn(1, 3, 20, 20)
+    model = xopt.optimize(source, sample_input=x)
+    for state in (model.state_dict(), source.state_dict()):
+        assert list(state) == list(before)
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+    assert isinstance(model.stem[0], nn.Conv2d)
+    assert model.stem[0].weight.shape == source.stem[0].weight.shape
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    with torch.no_grad():
+        for copied in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+            assert torch.equal(copied(x), model(x))
+        changed = {name: value + 0.01 for name, value in before.items() if value.is_floating_point()}
+        for each in (model, source):
+            each.load_state_dict(changed, strict=False)
+        assert torch.allclose(model(x), source(x), atol=1e-4)
+        assert torch.allclose(model.double()(x.double()), source.double()(x.double()))
+
+
+def test_a_changed_norm_is_seen() -> None:
+    source = settled(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    model, x = xopt.optimize(source), torch.randn(1, 3, 6, 6)
+
+    def check() -> None:
+        with torch.no_grad():
+            assert torch.allclose(model(x), source(x), atol=1e-5)
+
+    check()
+    for each in (source, model):
+        each[1].running_mean.add_(1.0)
+    check()
+    for each in (source, model):
+        with torch.no_grad():
+            each[1].weight.mul_(2.0)
+            each[0].bias.add_(3.0)
+    check()
+    assert fused_in(model) == ["conv+batch_norm"]
+
+
+def test_norms_that_cannot_be_folded() -> None:
+    for norm in (
+        nn.BatchNorm2d(8, track_running_stats=False),
+        nn.BatchNorm2d(8, affine=False),
+        nn.BatchNorm2d(8).train(),
+    ):
+        source = settled(nn.Sequential(nn.Conv2d(3, 8, 3), norm))
+        model, x = xopt.optimize(source), torch.randn(2, 3, 6, 6)
+        with torch.no_grad():
+            assert torch.allclose(model(x), source(x), atol=1e-5)
+
+
+def test_gradients_of_inputs() -> None:
+    source = settled(Classifier(Residual()))
+    model, x = xopt.optimize(source), torch.randn(1, 3, 20, 20)
+    gradients = []
+    for each in (source, model):
+        leaf = x.clone().requires_grad_()
+        each(leaf).sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-4)
+
+
+def test_compile_and_export() -> None:
+    model, x = xopt.optimize(settled(Classifier(Residual()))), torch.randn(2, 3, 20, 20)
+    with torch.no_grad():
+        expected = model(x)
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        assert torch.allclose(compiled(x), expected, atol=1e-4)
+        program = torch.export.export(model, (x,))
+        assert torch.allclose(program.module()(x), expected, atol=1e-4)
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 2), "transposed convolutions are left to torch"),
+    "weight_norm": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 2)),
+        "parametrization",
+    ),
+    "double": (lambda: nn.Conv2d(3, 4, 2).double(), "dtype torch.float64"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_alone_with_a_reason(name: str) -> None:
+    make, reason = LEFT[name]
+    source = nn.Sequential(make()).eval()
+    model = xopt.optimize(source)
+    x = torch.randn(1, 3, 6, 6, dtype=next(source.parameters()).dtype)
+    with torch.no_grad():
+        assert torch.equal(model(x), source(x))
+    assert any(reason in entry.detail for entry in xopt.report(model).entries)
+
+
+def test_shared_weights() -> None:
+    source = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1))
+    source[1].weight = source[0].weight
+    model, x = xopt.optimize(source.eval()), torch.randn(1, 4, 5, 5)
+    assert model[0].weight is model[1].weight
+    with torch.no_grad():
+        assert torch.allclose(model(x), source(x), atol=1e-5)
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def transformers_models() -> dict[str, Callable[[Any], Any]]:
+    sizes = {"hidden_sizes": [32, 48, 64, 96], "depths": [1, 2, 2, 1]}
+    return {
+        "resnet basic": lambda t: t.ResNetModel(t.ResNetConfig(layer_type="basic", embedding_size=32, **sizes)),
+        "resnet bottleneck": lambda t: t.ResNetModel(t.ResNetConfig(embedding_size=32, **sizes)),
+        "convnext": lambda t: t.ConvNextModel(t.ConvNextConfig(**sizes)),
+        "mobilenet": lambda t: t.MobileNetV2Model(t.MobileNetV2Config(depth_multiplier=0.35)),
+        "regnet": lambda t: t.RegNetModel(t.RegNetConfig(embedding_size=32, groups_width=8, **sizes)),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", transformers_models())
+def test_transformers(name: str, dtype: torch.dtype) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    source, x = settled(transformers_models()[name](transformers)), torch.randn(2, 3, 97, 64)
+    with torch.no_grad():
+        exact = copy.deepcopy(source).double()(x.double()).last_hidden_state
+        plain = copy.deepcopy(source).to(dtype)(x.to(dtype)).last_hidden_state
+        optimized = xopt.optimize(source, dtype=dtype)
+        result = optimized(x).last_hidden_state
+    assert result.dtype == torch.float32
+    assert result.is_contiguous()
+    assert relative_error(result, exact) <= 1.1 * relative_error(plain, exact) + ROUNDING
+    assert xopt.report(optimized).optimized_conv_share == 1.0

@@ -1,0 +1,179 @@
+"""xopt::pool and the modules that use it, against torch in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import xopt
+from tests import cases, reference
+from tests.cases import DTYPES
+from tests.families import Family, expect_values, kernel_calls
+from tests.test_conv import LAYOUTS, image, joined, last, numbers
+
+Tensor = torch.Tensor
+ops = torch.ops.xopt
+
+
+@dataclass(frozen=True)
+class PoolCase:
+    seed: int = 0
+    kind: str = "max"
+    images: int = 1
+    size: str = "5x5"
+    channels: int = 1
+    kernel: str = "3x3"
+    stride: str = "1x1"
+    padding: str = "0x0"
+    dilation: str = "1x1"
+    input: str = "f32"
+    values: str = "normal"
+    layout: str = "channels_last"
+    ceil_mode: bool = False
+    count_include_pad: bool = True
+    divisor: int = 0
+
+
+def sample(rng: random.Random) -> PoolCase:
+    dims, kind = rng.choice((1, 2, 2, 2, 3)), rng.choice(("max", "average"))
+    kernel = [rng.choice((1, 2, 2, 3, 3, 5)) for _ in range(dims)]
+    dilation = [rng.choice((1, 1, 2)) if kind == "max" else 1 for _ in range(dims)]
+    span = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    return PoolCase(
+        seed=rng.randrange(1_000_000),
+        kind=kind,
+        images=rng.choice((1, 1, 2, 3, 0)),
+        size=joined([least + rng.choice((0, 1, 2, 9)) for least in span]),
+        channels=max(1, cases.pick_size(rng)),
+        kernel=joined(kernel),
+        stride=joined([rng.choice((1, 2, 3, 7)) for _ in range(dims)]),
+        padding=joined([rng.randint(0, k // 2) for k in kernel]),
+        dilation=joined(dilation),
+        input=rng.choice(cases.FLOATS),
+        values=rng.choice(("normal", "integers", "zeros", "tiny", "specials" if kind == "max" else "mixed")),
+        layout=cases.pick(rng, LAYOUTS),
+        ceil_mode=rng.random() < 0.4,
+        count_include_pad=rng.random() < 0.5,
+        divisor=rng.choice((0, 0, 0, 3)) if kind == "average" and dims > 1 else 0,
+    )
+
+
+def exact(case: PoolCase, x: Tensor) -> Tensor:
+    kernel, stride, padding = (numbers(text) for text in (case.kernel, case.stride, case.padding))
+    dims = len(kernel)
+    if case.kind == "max":
+        pool = [F.max_pool1d, F.max_pool2d, F.max_pool3d][dims - 1]
+        return pool(x, kernel, stride, padding, numbers(case.dilation), ceil_mode=case.ceil_mode)
+    options = {} if case.divisor == 0 else {"divisor_override": case.divisor}
+    average: Any = [F.avg_pool1d, F.avg_pool2d, F.avg_pool3d][dims - 1]
+    return average(x, kernel, stride, padding, case.ceil_mode, case.count_include_pad, **options)  # type: ignore[no-any-return]
+
+
+def check(case: PoolCase) -> None:
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (case.images, case.channels, *numbers(case.size))
+    x = image(case.values, shape, DTYPES[case.input], generator, case.layout)
+    got = ops.pool(
+        x,
+        case.kind,
+        kernel_size=numbers(case.kernel),
+        stride=numbers(case.stride),
+        padding=numbers(case.padding),
+        dilation=numbers(case.dilation),
+        ceil_mode=case.ceil_mode,
+        count_include_pad=case.count_include_pad,
+        divisor=case.divisor,
+    )
+    if case.images == 0:
+        value = exact(case, torch.zeros((1, *shape[1:]), dtype=torch.float64))[:0]
+    else:
+        value = exact(case, x.contiguous().double())
+    rows = value.movedim(1, -1).reshape(-1, case.channels)
+    error = torch.zeros_like(rows)
+    if case.kind == "average":
+        magnitude = exact(case, x.contiguous().double().abs()) if case.images else value
+        terms = torch.tensor(numbers(case.kernel)).prod().item() + 2
+        error = magnitude.movedim(1, -1).reshape(rows.shape) * terms * reference.U32 + reference.DENORMAL
+    never = torch.zeros_like(rows, dtype=torch.bool)
+    expected = reference.Estimate(rows, error, never, never)
+    in_memory = (case.images, *value.shape[2:], case.channels)
+    expect_values("the output", got.movedim(1, -1), expected, in_memory, DTYPES[case.input])
+
+
+FAMILY = Family("pool", PoolCase, sample, check)
+
+
+def test_cases(case_batch: list[PoolCase]) -> None:
+    FAMILY.run_all(case_batch)
+
+
+@pytest.mark.sanitize
+def test_nan_is_the_maximum_wherever_it_is() -> None:
+    for place in range(9):
+        x = torch.full((1, 40, 3, 3), float("-inf"))
+        x.view(1, 40, 9)[..., place] = float("nan")
+        x.view(1, 40, 9)[..., (place + 1) % 9] = float("inf")
+        got = ops.pool(last(x), "max", kernel_size=[3, 3], stride=[1, 1], padding=[0, 0], dilation=[1, 1])
+        assert bool(got.isnan().all())
+
+
+def call(x: Tensor, kind: str = "max", **options: Any) -> Tensor:
+    geometry = {"kernel_size": [3, 3], "stride": [1, 1], "padding": [0, 0], "dilation": [1, 1]}
+    return torch.as_tensor(ops.pool(x, kind, **(geometry | options)))
+
+
+X = torch.randn(2, 8, 6, 6)
+ERRORS: dict[str, tuple[Any, str]] = {
+    "kind": (lambda: call(X, "min"), "kind: expected one of max, average, got 'min'"),
+    "dimensions": (lambda: call(X[0, 0]), r"input: expected 3 to 5 dimensions .*got shape \[6, 6\]"),
+    "window": (lambda: call(X[..., :2]), "input: expected at least 3 elements.* dimension 1, got 2 with padding"),
+    "padding": (lambda: call(X, padding=[2, 0]), r"padding: expected at most half .* 3, got \[2, 0\]"),
+    "negative": (lambda: call(X, padding=[-1, 0]), r"padding: expected numbers of at least 0, got \[-1, 0\]"),
+    "count": (lambda: call(X, stride=[1]), "stride: expected 2 numbers, got 1"),
+    "dilation": (lambda: call(X, "average", dilation=[2, 1]), r"dilation: expected 1 for an average, got \[2, 1\]"),
+    "dtype": (lambda: call(X.long()), "input: expected dtype .*, got int64"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name: str) -> None:
+    make, message = ERRORS[name]
+    with pytest.raises(RuntimeError, match="xopt::pool: " + message):
+        make()
+
+
+MODULES = {
+    "max": lambda: nn.MaxPool2d(3, 2, 1),
+    "average": lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False, ceil_mode=True),
+    "max 3d": lambda: nn.MaxPool3d((1, 2, 2)),
+    "average 1d": lambda: nn.AvgPool1d(4),
+    "indices": lambda: nn.MaxPool2d(2, return_indices=True),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str) -> None:
+    source = MODULES[name]().eval()
+    dims = {"max 3d": 3, "average 1d": 1}.get(name, 2)
+    x = torch.randn(2, 20, *(9, 10, 11)[:dims])
+    model = xopt.optimize(nn.Sequential(source).eval())
+    for each in (x, last(x), last(x)[:, 3:], last(x).bfloat16()):
+        before = kernel_calls()
+        with torch.no_grad():
+            result, expected = model(each), source(each)
+        pairs = zip(result, expected, strict=True) if name == "indices" else [(result, expected)]
+        for one, other in pairs:
+            assert torch.allclose(one, other, rtol=1e-2 if each.dtype == torch.bfloat16 else 1e-5)
+        used = {record.split()[0] for record, count in kernel_calls().items() if count > before[record]}
+        assert ("pool" in used) == (each is not x and name != "indices")
+    leaf = last(x).requires_grad_()
+    if name != "indices":
+        model(leaf).sum().backward()
+        assert leaf.grad is not None
+    assert isinstance(model[0], type(source))

@@ -1,0 +1,138 @@
+"""Attention that a module writes out: found in the ways that people write it, left where it is something else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import xopt
+
+Tensor = torch.Tensor
+WIDTH, HEADS, DEPTH = 64, 4, 16
+
+
+class Attention(nn.Module):
+    """Projections and the way back; `attend` is what differs."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.attend = attend
+        self.register_buffer("seen", torch.ones(40, 40).tril()[None, None])
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Any:
+        batch, length, width = x.size()
+        heads = [
+            projection(x).view(batch, length, HEADS, width // HEADS).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        ]
+        found = self.attend(self, *heads, *rest)
+        attended, *others = found if isinstance(found, tuple) else (found,)
+        result = self.out(attended.transpose(1, 2).contiguous().view(batch, length, width))
+        return (result, *others) if others else result
+
+
+def as_in_nano_gpt(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    length = q.size(2)
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    scores = scores.masked_fill(module.seen[:, :, :length, :length] == 0, float("-inf"))
+    return F.dropout(F.softmax(scores, dim=-1), 0.1, module.training) @ v
+
+
+def scaled_query(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores: Tensor = q * DEPTH**-0.5 @ k.mT
+    return torch.matmul(scores.softmax(-1), v)
+
+
+def divided_and_in_fp32(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(DEPTH) + mask
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+
+
+def einsum_with_a_finite_fill(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * DEPTH**-0.5
+    weights = scores.masked_fill(mask < 0, -1e9).softmax(dim=3)
+    return torch.einsum("bhij,bhjd->bhid", weights, v)
+
+
+def two_masks(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) + mask
+    scores = scores.masked_fill(module.seen[..., : q.shape[2], : q.shape[2]] == 0, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def three_dimensions(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    weights = torch.softmax(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) + mask[:, 0], -1)
+    attended: Tensor = torch.bmm(weights, v.flatten(0, 1))
+    return attended.view(-1, HEADS, *attended.shape[1:])
+
+
+def weights_are_returned(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    weights = (q @ k.transpose(-2, -1)).softmax(-1)
+    return weights @ v, weights
+
+
+def softmax_over_queries(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1)).softmax(-2) @ v
+
+
+def adds_booleans(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) + (mask > 0)).softmax(-1) @ v
+
+
+def sum_of_two_products(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) + k @ q.transpose(-2, -1)).softmax(-1) @ v
+
+
+def scaled_after_the_mask(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return ((q @ k.transpose(-2, -1) + mask) * 0.25).softmax(-1) @ v
+
+
+def between_softmax_and_values(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1)).softmax(-1).square() @ v
+
+
+FOUND = (as_in_nano_gpt, scaled_query, divided_and_in_fp32, einsum_with_a_finite_fill, two_masks, three_dimensions)
+OTHERS = (
+    *(weights_are_returned, softmax_over_queries, adds_booleans, sum_of_two_products, scaled_after_the_mask),
+    between_softmax_and_values,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attend", [*FOUND, *OTHERS], ids=lambda attend: attend.__name__)
+def test_attention_written_out(attend: Callable[..., Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    source = Attention(attend).eval()
+    optimized = xopt.optimize(source, dtype=dtype)
+    takes_mask = attend.__code__.co_argcount == 5
+    for batch, length in ((2, 10), (2, 10), (1, 33), (2, 1)):
+        x = torch.randn(batch, length, WIDTH)
+        masks = torch.linspace(-3, 3, batch * length * length).sin().reshape(batch, 1, length, length)
+        if attend is three_dimensions:
+            masks = masks[:1].expand(batch * HEADS, 1, length, length)
+        rest = (masks,) if takes_mask else ()
+        with torch.no_grad():
+            results, expected = optimized(x, *rest), source(x, *rest)
+        pairs = zip(results, expected, strict=True) if isinstance(expected, tuple) else [(results, expected)]
+        for result, exact in pairs:
+            assert float((result - exact).norm() / exact.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
+    fused = [step for fusion in xopt.report(optimized).fusions for step in fusion.fused]
+    assert ("attention" in fused) == (attend in FOUND)
+
+
+def test_a_row_in_which_all_keys_are_hidden() -> None:
+    """Filled with a finite value, such a row is the mean of the values; with -inf, torch makes NaN of it."""
+    torch.manual_seed(0)
+    source = Attention(einsum_with_a_finite_fill).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    x, mask = torch.randn(1, 6, WIDTH), -torch.ones(1, 1, 6, 6)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(optimized(x, mask), source(x, mask), rtol=1e-4, atol=1e-5)
