@@ -1,4 +1,4 @@
-"""Checks a built wheel: tagged manylinux, holding our three libraries and no other, with no OpenMP runtime linked."""
+"""Checks a built wheel: tagged manylinux, holding our four libraries and no other, with no OpenMP runtime linked."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-OWN_LIBRARIES = re.compile(r"xopt/(libxopt_core\.so|libxopt_ops\.so|_C\.[\w-]+\.so)")
+OWN_LIBRARIES = re.compile(r"xopt/(libxopt_(core|ops|pool)\.so|_C\.[\w-]+\.so)")
 ALLOWED_DEPENDENCIES = re.compile(r"libxopt_core\.so|libtorch_cpu\.so|lib(stdc\+\+|gcc_s|c|m)\.so\.\d+|ld-linux.*")
 
 
@@ -24,8 +24,8 @@ def problems(wheel: Path) -> list[str]:
         found.append(f"{wheel.name} carries no manylinux tag")
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         libraries = [name for name in archive.namelist() if ".so" in Path(name).name]
-        if len(libraries) != 3:
-            found.append(f"expected three libraries, found {libraries}")
+        if len(libraries) != 4:
+            found.append(f"expected four libraries, found {libraries}")
         found += [f"{name} is bundled" for name in libraries if not OWN_LIBRARIES.fullmatch(name)]
         for name in libraries:
             for needed in dependencies(Path(archive.extract(name, folder))):

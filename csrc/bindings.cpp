@@ -4,14 +4,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
+#include <exception>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "kernels/probe.h"
+#include "runtime/affinity.h"
 #include "runtime/arena.h"
 #include "runtime/cpu.h"
 #include "runtime/parallel.h"
@@ -143,6 +148,46 @@ py::tuple probe(const std::string& kind, int threads, int repeats) {
   return py::make_tuple(call.seconds, call.work, call.instruction);
 }
 
+// ---- Threads and their CPUs -----------------------------------------------------------------------------------------
+
+using Masks = std::vector<std::pair<int, std::vector<int>>>;
+
+Masks pairs_of(std::vector<ThreadMask> masks) {
+  Masks pairs;
+  for (ThreadMask& mask : masks) pairs.emplace_back(mask.thread_id, std::move(mask.cpus));
+  return pairs;
+}
+
+// Linux's refusals are OSError in Python, with their errno.
+// NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11's signature
+void translate_system_error(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const std::system_error& refused) {
+    errno = refused.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+  }
+}
+
+void bind_threads(py::module_& m) {
+  py::register_local_exception_translator(&translate_system_error);
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  m.def("max_threads", &max_threads, "How many threads a kernel called now may use.");
+  m.def("openmp_threads", &openmp_threads, "OpenMP's own count of threads for the next region of this thread.");
+  m.def("openmp_cpus", &openmp_cpus, "CPUs that OpenMP binds threads to, if it does; else none, or the process's.");
+  m.def("openmp_library", &openmp_library, "Path of the OpenMP runtime that kernels run on.");
+  m.def(
+      "bind_team",
+      [](const std::vector<int>& cpus, const std::map<int, std::vector<int>>& exceptions) {
+        return pairs_of(bind_team(cpus, exceptions));
+      },
+      py::arg("cpus"), py::arg("exceptions"), unlocked,
+      "Binds this thread's OpenMP team to CPUs, some by their thread ids to others: (thread id, CPUs before) of each.");
+  m.def(
+      "team_masks", [] { return pairs_of(team_masks()); }, unlocked,
+      "(thread id, CPUs that it may run on) of each thread of this thread's OpenMP team.");
+}
+
 // ---- xopt._C.testing: the runtime's parts on their own -----------------------------------------------------------
 
 // Which (thread, count) each body saw, in the order of the threads.
@@ -218,7 +263,7 @@ PYBIND11_MODULE(_C, m) {
   bind_registry(m);
   m.def("probe", &probe, py::arg("kind"), py::arg("threads"), py::arg("repeats"),
         "Measures a roof, of kind f32, bf16, int8 or read: (seconds, operations or bytes in them, instruction).");
-  m.def("max_threads", &max_threads, "How many threads a kernel called now may use.");
+  bind_threads(m);
   m.def("set_arena_limit", &set_arena_limit, py::arg("bytes"),
         "For tests: scratch memory a thread may have in use; negative for no limit.");
   m.def("arena_bytes", &arena_bytes, "Bytes that all scratch arenas hold.");

@@ -12,6 +12,7 @@ EXAMPLES = sorted((pathlib.Path(__file__).parent.parent / "examples").glob("*.py
 SMALL = {
     "bert_bf16.py": ["--size", "tiny", "--tokens", "16", "--rounds", "1"],
     "multi_instance.py": ["--size", "tiny", "--tokens", "16", "--seconds", "0.1"],
+    "multi_stream.py": ["--size", "32", "--batch", "3", "--rounds", "1"],
 }
 
 

@@ -48,7 +48,7 @@ PYTHON_FLOORS = {
 OPEN_TO_LEAVES = {"", "_C", "machine"}
 PYTHON_LEAVES = {"__main__", "bench", "launch", "profile"}
 
-CPP_FLOORS = {"runtime": 0, "tiles": 1, "kernels": 2, "ops": 3, "sycl": 3, "bindings.cpp": 4}
+CPP_FLOORS = {"pool": 0, "runtime": 0, "tiles": 1, "kernels": 2, "ops": 3, "sycl": 3, "bindings.cpp": 4}
 
 STL_CONTAINERS = {
     *("any", "array", "deque", "forward_list", "functional", "iostream", "list", "map", "memory", "optional", "queue"),
@@ -180,10 +180,23 @@ def test_kernels_and_tiles_include_neither_torch_nor_containers(part: str) -> No
     assert not errors, "\n".join(sorted(errors))
 
 
+def test_the_pool_stands_alone() -> None:
+    """It is a library of its own, preloaded into processes that may know nothing of xopt."""
+    users = [
+        str(path.relative_to(CSRC))
+        for path in CSRC.rglob("*")
+        if path.suffix in (".h", ".cpp") and any(name.startswith("pool/") for _, name in includes_of(path))
+    ]
+    assert users
+    assert {user.partition("/")[0] for user in users} == {"pool"}
+    containers = [name for path in cpp_files("pool") for _, name in includes_of(path) if name in STL_CONTAINERS]
+    assert not containers
+
+
 def test_only_ops_know_torch() -> None:
     errors = [
         f"{path.relative_to(ROOT)}: <{name}>"
-        for path in [*cpp_files("runtime", "kernels", "tiles"), CSRC / "bindings.cpp"]
+        for path in [*cpp_files("pool", "runtime", "kernels", "tiles"), CSRC / "bindings.cpp"]
         for _, name in includes_of(path)
         if name.startswith(("torch/", "ATen/", "c10/"))
     ]

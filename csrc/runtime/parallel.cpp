@@ -2,6 +2,7 @@
 // a second runtime in the process would bring a second pool of threads and fight torch's for the cores.
 #include "runtime/parallel.h"
 
+#include <dlfcn.h>
 #include <omp.h>
 #include <pthread.h>
 
@@ -44,7 +45,32 @@ int max_threads() {
   return threads > 1 ? threads : 1;
 }
 
+int openmp_threads() { return omp_get_max_threads(); }
+
+int openmp_place_cpus(int* cpus, int most) {
+  int count = 0;
+  for (int place = 0; place < omp_get_num_places(); ++place) {
+    const int size = omp_get_place_num_procs(place);
+    if (count + size <= most) omp_get_place_proc_ids(place, cpus + count);
+    count += size;
+  }
+  return count;
+}
+
+const char* openmp_library() {
+  Dl_info found;
+  const bool known = dladdr(reinterpret_cast<const void*>(&omp_get_max_threads), &found) != 0;
+  return known && found.dli_fname != nullptr ? found.dli_fname : "";
+}
+
 void set_thread_source(ThreadSource source) { thread_source.store(source, std::memory_order_relaxed); }
+
+void enter_openmp() {
+  if (forked || region_threads > 0 || omp_in_parallel() != 0) return;
+  std::atomic<int> entered{0};
+#pragma omp parallel num_threads(1) default(none) shared(entered)
+  entered.fetch_add(1, std::memory_order_relaxed);
+}
 
 void parallel_run(int threads, ParallelBody body, void* context) {
   if (threads <= 1 || forked || region_threads > 0 || omp_in_parallel() != 0) {

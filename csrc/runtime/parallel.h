@@ -13,6 +13,17 @@ int max_threads();
 using ThreadSource = int (*)();
 void set_thread_source(ThreadSource source);
 
+// OpenMP's own count of threads for the next region of this thread: torch's count, where both use the same runtime.
+int openmp_threads();
+// The CPUs of OpenMP's places, of which at most `most` are written: how many there are.
+int openmp_place_cpus(int* cpus, int most);
+// Path of the OpenMP runtime that regions here run on; "" where the loader does not tell.
+const char* openmp_library();
+
+// Makes the OpenMP runtime do for this thread what it does in a thread's first region, and never again: libiomp5 sets
+// the thread's CPU mask back to the process's.
+void enter_openmp();
+
 // Runs body(context, thread, count) on `threads` threads and waits. `count`, the same for all, may be less than
 // `threads` where the runtime grants fewer: divide the work by it. The first exception is thrown again here.
 // Small `threads` save no time of the others: a region always wakes all of max_threads() (parallel.cpp says why).

@@ -3,7 +3,7 @@
 # torch comes first: the native libraries share its OpenMP runtime and are linked to none of their own.
 import torch  # noqa: F401
 
-from xopt import config, ops
+from xopt import config, ops, runtime
 from xopt._C import __version__
 from xopt.api import optimize
 from xopt.capabilities import Capabilities, KernelInfo, capabilities, kernels
@@ -27,5 +27,6 @@ __all__ = [
     "ops",
     "optimize",
     "report",
+    "runtime",
     "save",
 ]

@@ -4,6 +4,7 @@ Every function reads files below `root`, so that tests can show it other machine
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +14,7 @@ ROOT = Path("/")
 _Number = TypeVar("_Number", int, float)
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
-_ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
+_ALLOCATORS = ("xopt_pool", "tcmalloc", "jemalloc", "mimalloc")
 # A cgroup v1 without a memory limit shows the largest multiple of the page size that fits in 63 bits.
 _V1_NO_MEMORY_LIMIT = 1 << 60
 
@@ -92,6 +93,32 @@ def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
             )
         )
     return tuple(sorted(nodes, key=lambda node: node.node))
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """The CPUs of a list as Linux writes it: "0-2,8" -> (0, 1, 2, 8)."""
+    cpus: list[int] = []
+    for part in text.split(","):
+        if part.strip():
+            first, _, last = part.partition("-")
+            cpus += range(int(first), int(last or first) + 1)
+    return tuple(cpus)
+
+
+def online_cpus(root: Path = ROOT) -> tuple[int, ...]:
+    return parse_cpus(read_text(root / "sys/devices/system/cpu/online") or "")
+
+
+def one_cpu_a_core(cpus: Iterable[int], root: Path = ROOT) -> tuple[int, ...]:
+    """Of these CPUs, in rising order, the first of each physical core: what is left out are hyperthreads."""
+    chosen: list[int] = []
+    taken: set[int] = set()
+    for cpu in sorted(cpus):
+        if cpu not in taken:
+            chosen.append(cpu)
+            topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+            taken.update(parse_cpus(read_text(topology / "thread_siblings_list") or ""))
+    return tuple(chosen)
 
 
 def cgroup_limits(root: Path = ROOT) -> CgroupLimits:

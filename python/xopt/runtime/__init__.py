@@ -1,0 +1,9 @@
+"""Where models run: threads on cores of their own, several streams over a batch, and memory that is used again."""
+
+from xopt.runtime.core_pool import CorePool, Pin, pin
+from xopt.runtime.hints import Hints
+from xopt.runtime.memory_pool import MemoryPool, PoolStatistics, memory_pool
+from xopt.runtime.multi_stream import MultiStream
+from xopt.runtime.task import Task
+
+__all__ = ["CorePool", "Hints", "MemoryPool", "MultiStream", "Pin", "PoolStatistics", "Task", "memory_pool", "pin"]
