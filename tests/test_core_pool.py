@@ -322,15 +322,7 @@ def test_with_intels_openmp() -> None:
         pytest.skip("NOT RUN: libiomp5.so is not installed (package intel-openmp)")
     chosen = "pin or task or restores or team"
     done = fresh_process.run(
-        *(
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            __file__,
-            str(pathlib.Path(__file__).with_name("test_task.py")),
-        ),
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_core_pool.py", "tests/test_task.py"),
         *("-k", f"({chosen}) and not intels and not node"),
         LD_PRELOAD=library,
     )
