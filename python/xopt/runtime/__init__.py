@@ -2,7 +2,7 @@
 
 from xopt.runtime.core_pool import CorePool, Pin, pin
 from xopt.runtime.hints import Hints
-from xopt.runtime.memory_pool import MemoryPool, PoolStatistics, memory_pool
+from xopt.runtime.memory import MemoryPool, PoolStatistics, memory_pool
 from xopt.runtime.multi_stream import MultiStream
 from xopt.runtime.task import Task
 
