@@ -79,14 +79,51 @@ XOPT_INLINE void finish(const Epilogue& e, F x, int64_t column, int64_t other, i
   store_out<O>(e, out, x, count);
 }
 
+// Scale and bias in fp32, or absent, and nothing but an activation after them: by far the most common, so what the loop
+// below decides for each vector is decided once here.
+bool is_plain(const Epilogue& e) {
+  const bool scale = e.scale.data == nullptr || (e.scale.dtype == DType::f32 && e.bias.data != nullptr);
+  return scale && (e.bias.data == nullptr || e.bias.dtype == DType::f32) && e.binary == Binary::none;
+}
+
+template <Activation A, Out O>
+void finish_plain_row(const Epilogue& e, const float* sums, int64_t panel_stride, int64_t column, int64_t out,
+                      int64_t count) {
+  const auto* scale = static_cast<const float*>(e.scale.data);
+  const auto* bias = static_cast<const float*>(e.bias.data);
+  const F alpha = set1(e.alpha), beta = set1(e.beta);
+  for (int64_t panel = 0; panel < count; panel += kPanelColumns, sums += panel_stride) {
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < kPanelColumns; v += kWidth) {
+      F x = load(sums + v);
+      const int64_t at = column + panel + v;
+      if (scale != nullptr) {
+        x = fma(x, load(scale + at), load(bias + at));
+      } else if (bias != nullptr) {
+        x = add(x, load(bias + at));
+      }
+      store_out<O>(e, out + panel + v, activate<A>(x, alpha, beta), kWidth);
+    }
+  }
+}
+
 template <class Acc, Activation A, Out O>
 void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
+  constexpr bool kFloat = Acc(0.5) != 0;
+  int64_t plain = 0;  // columns that are done the short way
+  if constexpr (kFloat && O != Out::any && kWidth > 1) {
+    if (is_plain(e)) plain = strip.columns / kPanelColumns * kPanelColumns;
+  }
   const int64_t whole = strip.columns / kWidth * kWidth;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
     const int64_t other = (strip.row + row) * e.other_row_stride + strip.column;
-    for (int64_t v = 0; v < whole; v += kWidth) {
+    if constexpr (kFloat && O != Out::any && kWidth > 1) {
+      const float* sums = static_cast<const float*>(strip.acc) + row * kPanelColumns;
+      finish_plain_row<A, O>(e, sums, strip.acc_panel_stride, strip.column, out, plain);
+    }
+    for (int64_t v = plain; v < whole; v += kWidth) {
       finish<A, O>(e, dequantise<Acc>(call, strip, row, v), strip.column + v, other + v, out + v, kWidth);
     }
     if (whole == strip.columns) continue;
