@@ -1,11 +1,11 @@
 // Depthwise convolutions. See conv.h.
 // isa: scalar avx2 avx512 avx512_bf16
 //
-// A thread goes down output lines with a chunk of channels whose weights, as floats, stay in L1. In a line, eight
-// neighbouring outputs of a vector of channels are summed in registers, so a weight is loaded once for eight products;
-// inputs come from L1, where a line of the kernel has left them. Outputs whose kernel hangs over the border, and those
-// past the end of a line that fill up the eight, read zeros in place of what lies outside. Sums of a few positions then
-// go through the epilogue of the GEMM family.
+// A thread goes down output lines with a chunk of channels whose weights, as floats, stay in L1. The input lines under the
+// kernel are copied to floats, with their padding, and each copy serves all output lines that it lies under; so what is
+// outside needs no look, and a bf16 value is converted once and not once for each position of the kernel. In a line,
+// eight neighbouring outputs of a vector of channels are summed in registers: a weight is loaded once for eight products.
+// Sums of a few positions then go through the epilogue of the GEMM family.
 #include "kernels/conv.h"
 #include "kernels/epilogue.h"
 #include "runtime/arena.h"
@@ -20,6 +20,7 @@ constexpr int64_t kOutputs = 8;                // neighbouring outputs summed at
 constexpr int64_t kStripRows = 2 * kOutputs;   // outputs of a line that go to the epilogue together
 constexpr int64_t kMostPanels = 4;             // of 32 channels, in a chunk
 constexpr int64_t kWeightBytes = 16 << 10;     // of a chunk, as floats
+constexpr int64_t kLineBytes = 256 << 10;      // of a chunk's copied lines
 constexpr int64_t kProductsOfAThread = 32768;  // fewer are not worth waking another thread
 
 // The weights of 16 channels, a tile's, at one position, as floats.
@@ -58,36 +59,54 @@ struct Inside {
   }
 };
 
+// Sizes of a thread's scratch.
+struct DepthwisePlan {
+  explicit DepthwisePlan(const PatchesView& v) {
+    positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
+    slots = v.kernel[0] * v.kernel[1];
+    // What eight outputs at a time read, whose last ones overlap those before them or, in a short line, end behind it.
+    width = (maximum(v.out[2], kOutputs) - 1) * v.stride[2] + v.dilation[2] * (v.kernel[2] - 1) + 1;
+    const int64_t panel_bytes = kPanelColumns * static_cast<int64_t>(sizeof(float));
+    const int64_t fitting =
+        minimum(kWeightBytes / (positions * panel_bytes), kLineBytes / (slots * width * panel_bytes));
+    chunk = minimum(kMostPanels, maximum<int64_t>(1, fitting)) * kPanelColumns;
+    pitch = chunk + kTileColumns;  // an odd number of cache lines, so that pixels do not fall into the same sets of L1
+  }
+  int64_t positions, slots, width;
+  int64_t chunk, pitch;  // channels of a chunk, and elements from a pixel of a copied line to the next
+};
+
 template <class In, class Round>
 class DepthwiseThread {
  public:
-  DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, int64_t chunk, float* sums,
-                  float* weights)
+  DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, const DepthwisePlan& plan)
       : call_(call),
         v_(call.input),
         epilogue_call_(epilogue_call),
         epilogue_(epilogue),
-        chunk_(chunk),
-        sums_(sums),
-        weights_(weights) {}
+        plan_(plan),
+        sums_(static_cast<size_t>(plan.chunk * kStripRows) * sizeof(float)),
+        weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(float)),
+        lines_(static_cast<size_t>(plan.slots * plan.width * plan.pitch) * sizeof(float)),
+        held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
+        line_(static_cast<size_t>(plan.slots) * sizeof(Line)) {}
 
   void run(int64_t image, int64_t channel, int64_t line) {
-    load_weights(channel);
-    const int64_t depth = line / v_.out[1] * v_.stride[0] - v_.padding[0];
-    const int64_t height = line % v_.out[1] * v_.stride[1] - v_.padding[1];
-    depths_ = Inside(depth, v_.kernel[0], v_.dilation[0], v_.in[0]);
-    heights_ = Inside(height, v_.kernel[1], v_.dilation[1], v_.in[1]);
-    line_ = static_cast<const In*>(v_.data) + image * v_.image_stride + depth * v_.in_stride[0] +
-            height * v_.in_stride[1] + channel;
+    if (image != image_ || channel != channel_) begin_chunk(image, channel);
+    first_depth_ = line / v_.out[1] * v_.stride[0] - v_.padding[0];
+    first_height_ = line % v_.out[1] * v_.stride[1] - v_.padding[1];
+    depths_ = Inside(first_depth_, v_.kernel[0], v_.dilation[0], v_.in[0]);
+    heights_ = Inside(first_height_, v_.kernel[1], v_.dilation[1], v_.in[1]);
+    find_lines();
     for (int64_t w = 0; w < v_.out[2]; w += kStripRows) {
       const int64_t rows = minimum(kStripRows, v_.out[2] - w);
       for (int64_t row = 0; row < rows; row += kOutputs) {
         // The last eight overlap those before them, where there are any.
         const int64_t start = maximum<int64_t>(0, minimum(row, rows - kOutputs));
-        sum_outputs(w + start, start, rows < kOutputs);
+        for (int64_t c = 0; c < columns_; c += kWidth) sum_outputs(w + start, start, c);
       }
       EpilogueStrip strip{};
-      strip.acc = sums_;
+      strip.acc = sums_.as<float>();
       strip.acc_panel_stride = kStripRows * kPanelColumns;
       strip.row = strip.out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w;
       strip.panel = channel / kPanelColumns;
@@ -98,86 +117,98 @@ class DepthwiseThread {
   }
 
  private:
-  int64_t positions() const { return v_.kernel[0] * v_.kernel[1] * v_.kernel[2]; }
+  struct Line {
+    const float* copy;
+    int64_t weights;  // elements from the first weight of the chunk on
+  };
 
-  void load_weights(int64_t channel) {
+  void begin_chunk(int64_t image, int64_t channel) {
+    for (int64_t slot = 0; slot < plan_.slots; ++slot) held_.as<int64_t>()[slot] = -1;
+    image_ = image;
     if (channel == channel_) return;
     channel_ = channel;
-    columns_ = minimum(chunk_, v_.channels - channel);
+    columns_ = minimum(plan_.chunk, v_.channels - channel);
     const int64_t padded = round_up(columns_, kPanelColumns);  // as they are packed, with zeros
-    for (int64_t position = 0; position < positions(); ++position) {
+    for (int64_t position = 0; position < plan_.positions; ++position) {
       for (int64_t c = 0; c < padded; c += kTileColumns) {
-        tile_weights(call_.weight, channel + c, position, weights_ + position * chunk_ + c);
+        tile_weights(call_.weight, channel + c, position, weights_.as<float>() + position * plan_.chunk + c);
       }
     }
   }
 
-  // Eight outputs from w on, for all channels of the chunk.
-  void sum_outputs(int64_t w, int64_t row, bool past_the_end) {
-    const int64_t first = w * v_.stride[2] - v_.padding[2];
-    const int64_t last = first + (kOutputs - 1) * v_.stride[2] + (v_.kernel[2] - 1) * v_.dilation[2];
-    const bool inside = !past_the_end && first >= 0 && last < v_.in[2];
-    int64_t c = 0;
-    for (; c + kWidth <= columns_; c += kWidth) {
-      if (inside) {
-        sum_block<true>(first, row, c, kWidth);
-      } else {
-        sum_block<false>(first, row, c, kWidth);
-      }
-    }
-    if (c < columns_) sum_block<false>(first, row, c, columns_ - c);
+  // Lines that are needed together never have the same place, and one keeps its place for the next output line unless the
+  // kernel is dilated.
+  int64_t slot_of(int dim, int64_t place, int64_t position) const {
+    return v_.dilation[dim] == 1 ? place % v_.kernel[dim] : position;
   }
 
-  // The kernels of the eight are at `first` and further ones; kInside: none of them hangs over an end of the line.
-  template <bool kInside>
-  XOPT_INLINE void sum_block(int64_t first, int64_t row, int64_t c, int64_t count) {
-    const int64_t step = v_.stride[2] * v_.in_stride[2], position_step = v_.dilation[2] * v_.in_stride[2];
+  // The lines of the kernel that lie inside, with copies of the input lines under them.
+  void find_lines() {
+    line_count_ = 0;
+    for (int64_t d = depths_.begin; d < depths_.end; ++d) {
+      for (int64_t h = heights_.begin; h < heights_.end; ++h) {
+        const int64_t depth = first_depth_ + d * v_.dilation[0], height = first_height_ + h * v_.dilation[1];
+        const int64_t slot = slot_of(0, depth, d) * v_.kernel[1] + slot_of(1, height, h);
+        float* copy = lines_.as<float>() + slot * plan_.width * plan_.pitch;
+        int64_t& held = held_.as<int64_t>()[slot];
+        if (held != depth * v_.in[1] + height) {
+          held = depth * v_.in[1] + height;
+          copy_line(depth, height, copy);
+        }
+        line_.as<Line>()[line_count_++] = {copy, (d * v_.kernel[1] + h) * v_.kernel[2] * plan_.chunk};
+      }
+    }
+  }
+
+  void copy_line(int64_t depth, int64_t height, float* line) const {
+    const In* from = static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
+                     height * v_.in_stride[1] + channel_;
+    for (int64_t i = 0; i < plan_.width; ++i, line += plan_.pitch) {
+      const int64_t w = i - v_.padding[2];
+      const bool inside = w >= 0 && w < v_.in[2];
+      const In* x = from + (inside ? w * v_.in_stride[2] : 0);
+      int64_t c = 0;
+      for (; c + kWidth <= columns_; c += kWidth) {
+        store(line + c, inside ? load_rounded<In, Round>(x + c, kWidth) : set1(0.0F));
+      }
+      if (c < columns_) store(line + c, inside ? load_rounded<In, Round>(x + c, columns_ - c) : set1(0.0F));
+    }
+  }
+
+  // Eight outputs of the line from w on, for a vector of channels.
+  void sum_outputs(int64_t w, int64_t row, int64_t c) {
+    const int64_t step = v_.stride[2] * plan_.pitch, position_step = v_.dilation[2] * plan_.pitch;
     F acc[kOutputs];
 #pragma GCC unroll 8
     for (int64_t r = 0; r < kOutputs; ++r) acc[r] = set1(0.0F);
-    for (int64_t d = depths_.begin; d < depths_.end; ++d) {
-      for (int64_t h = heights_.begin; h < heights_.end; ++h) {
-        const In* line = line_ + d * v_.dilation[0] * v_.in_stride[0] + h * v_.dilation[1] * v_.in_stride[1] + c;
-        const In* x = line + first * v_.in_stride[2];
-        const float* weights = weights_ + (d * v_.kernel[1] + h) * v_.kernel[2] * chunk_ + c;
-        int64_t place = first;
-        for (int64_t position = 0; position < v_.kernel[2]; ++position) {
-          const F weight = load(weights);
-          if (kInside || (place >= 0 && place + (kOutputs - 1) * v_.stride[2] < v_.in[2])) {
+    const Line* lines = line_.as<Line>();
+    for (int64_t l = 0; l < line_count_; ++l) {
+      const float* x = lines[l].copy + w * step + c;
+      const float* weights = weights_.as<float>() + lines[l].weights + c;
+      for (int64_t position = 0; position < v_.kernel[2]; ++position) {
+        const F weight = load(weights);
 #pragma GCC unroll 8
-            for (int64_t r = 0; r < kOutputs; ++r) {
-              acc[r] = fma(load_rounded<In, Round>(x + r * step, count), weight, acc[r]);
-            }
-          } else {
-#pragma GCC unroll 8
-            for (int64_t r = 0; r < kOutputs; ++r) {
-              const int64_t at = place + r * v_.stride[2];
-              const In* from = at < 0 || at >= v_.in[2] ? kZeros : x + r * step;
-              acc[r] = fma(load_rounded<In, Round>(from, count), weight, acc[r]);
-            }
-          }
-          x += position_step;
-          place += v_.dilation[2];
-          weights += chunk_;
-        }
+        for (int64_t r = 0; r < kOutputs; ++r) acc[r] = fma(load(x + r * step), weight, acc[r]);
+        x += position_step;
+        weights += plan_.chunk;
       }
     }
-    float* sums = sums_ + c / kPanelColumns * kStripRows * kPanelColumns + row * kPanelColumns + c % kPanelColumns;
+    float* sums =
+        sums_.as<float>() + c / kPanelColumns * kStripRows * kPanelColumns + row * kPanelColumns + c % kPanelColumns;
 #pragma GCC unroll 8
     for (int64_t r = 0; r < kOutputs; ++r) store(sums + r * kPanelColumns, acc[r]);
   }
-
-  static constexpr In kZeros[kWidth] = {};
 
   const ConvCall& call_;
   const PatchesView& v_;
   const GemmCall& epilogue_call_;
   EpilogueFn* epilogue_;
-  const int64_t chunk_;
-  float *sums_, *weights_;
-  int64_t channel_ = -1, columns_ = 0;
+  const DepthwisePlan& plan_;
+  const Scratch sums_, weights_, lines_, held_, line_;
+  int64_t line_count_ = 0;
+  int64_t image_ = -1, channel_ = -1, columns_ = 0;
+  int64_t first_depth_ = 0, first_height_ = 0;  // where the kernel begins
   Inside depths_, heights_;
-  const In* line_ = nullptr;  // where the kernel of the line's outputs begins, at the left end of the image
 };
 
 template <class In, class Round>
@@ -187,19 +218,15 @@ void depthwise_of(const ConvCall& call) {
   const GemmCall gemm{call.images * output_positions(v), {}, call.weight, call.epilogue};
   EpilogueFn* epilogue = nullptr;
   select(gemm, &epilogue);
-  const int64_t positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
-  const int64_t fitting = kWeightBytes / maximum<int64_t>(1, positions * kPanelColumns * 4);
-  const int64_t chunk = minimum(kMostPanels, maximum<int64_t>(1, fitting)) * kPanelColumns;
-  const int64_t chunks = (v.channels + chunk - 1) / chunk, lines = v.out[0] * v.out[1];
+  const DepthwisePlan plan(v);
+  const int64_t chunks = (v.channels + plan.chunk - 1) / plan.chunk, lines = v.out[0] * v.out[1];
   const int64_t parts = call.images * chunks * lines;
-  const int64_t wanted = gemm.m * v.channels * positions / kProductsOfAThread + 1;
+  const int64_t wanted = gemm.m * v.channels * plan.positions / kProductsOfAThread + 1;
   const int64_t threads = minimum(minimum<int64_t>(max_threads(), parts), wanted);
   parallel(static_cast<int>(threads), [&](int thread, int count) {
-    const Scratch sums(static_cast<size_t>(chunk * kStripRows * 4));
-    const Scratch weights(static_cast<size_t>(positions * chunk * 4));
-    DepthwiseThread<In, Round> part(call, gemm, epilogue, chunk, sums.as<float>(), weights.as<float>());
+    DepthwiseThread<In, Round> part(call, gemm, epilogue, plan);
     for (int64_t i = parts * thread / count; i < parts * (thread + 1) / count; ++i) {
-      part.run(i / (chunks * lines), i / lines % chunks * chunk, i % lines);
+      part.run(i / (chunks * lines), i / lines % chunks * plan.chunk, i % lines);
     }
   });
 }
