@@ -9,7 +9,10 @@ import sys
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).parent.parent / "examples").glob("*.py"))
-SMALL = {"bert_bf16.py": ["--size", "tiny", "--tokens", "16", "--rounds", "1"]}
+SMALL = {
+    "bert_bf16.py": ["--size", "tiny", "--tokens", "16", "--rounds", "1"],
+    "resnet50_fp32.py": ["--size", "tiny", "--rounds", "1"],
+}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
