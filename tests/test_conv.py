@@ -118,6 +118,8 @@ def sample(rng: random.Random) -> ConvCase:
     merges_groups = geometry["groups"] > 1 and (geometry["channels"], geometry["out_channels"]) != (1, 1)
     if input_values == "specials" and (merges_groups or weight_values == "tiny"):
         input_values = "normal"  # infinities reach the neighbouring groups, or meet what may be flushed to zero
+    if weight_values == "huge" and packed == "f16":
+        weight_values = "normal"  # infinite in fp16, and nobody says what an infinite weight makes of padding
     if "integers" in (input_values, weight_values) and rng.random() < 0.7:
         input_values = weight_values = "integers"
     fields: dict[str, Any] = {

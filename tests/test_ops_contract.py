@@ -26,6 +26,8 @@ SCHEMAS = {
     "conv": "conv(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, int[] stride, int[] padding, "
     'int[] dilation, int groups=1, Tensor? scale=None, str activation="none", float alpha=0., float beta=0., '
     'str binary="none", Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor',
+    "group_norm": "group_norm(Tensor input, int groups, Tensor? weight=None, Tensor? bias=None, *, "
+    'float eps=1.0000000000000001e-05, str activation="none", ScalarType? out_dtype=None) -> Tensor',
     "pool": "pool(Tensor input, str kind, *, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
     "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor",
     "conv_pack": "conv_pack(Tensor weight, int groups=1, *, ScalarType dtype) -> Tensor",
@@ -185,6 +187,15 @@ def samples_pool() -> Iterator[Call]:
         yield (x, "max"), geometry | {"ceil_mode": ceil_mode}
         yield (x.movedim(1, -1).contiguous().movedim(-1, 1), "average"), geometry | {"count_include_pad": False}
         yield (x[:0], "average"), geometry | {"divisor": 3}
+
+
+def samples_group_norm() -> Iterator[Call]:
+    for dtype, dims in itertools.product(FLOATS, (1, 2, 3)):
+        x = random(2, 6, *(6, 7, 5)[:dims], dtype=dtype)
+        yield (x, 3), {}
+        last = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        yield (last, 2, random(6), random(6, dtype=dtype)), {"activation": "silu", "out_dtype": torch.float32}
+    yield (x[:0], 1), {}
 
 
 def samples_conv_pack() -> Iterator[Call]:

@@ -1,10 +1,11 @@
 // Depthwise convolutions. See conv.h.
 // isa: scalar avx2 avx512 avx512_bf16
 //
-// A thread goes down output lines with a chunk of channels whose weights, as floats, stay in L1. In a line, eight
-// neighbouring outputs of a vector of channels are summed in registers, so a weight is loaded once for eight products;
-// inputs come from L1, where a line of the kernel has left them. Sums of a few positions then go through the epilogue
-// of the GEMM family.
+// A thread goes down output lines with a chunk of channels whose weights, as floats, stay in L1. The input lines under the
+// kernel are copied to floats, with their padding, and each copy serves all output lines that it lies under; so what is
+// outside needs no look, and a bf16 value is converted once and not once for each position of the kernel. In a line,
+// eight neighbouring outputs of a vector of channels are summed in registers: a weight is loaded once for eight products.
+// Sums of a few positions then go through the epilogue of the GEMM family.
 #include "kernels/column_values.h"
 #include "kernels/conv.h"
 #include "kernels/epilogue.h"
@@ -20,24 +21,24 @@ constexpr int64_t kOutputs = 8;                // neighbouring outputs summed at
 constexpr int64_t kStripRows = 2 * kOutputs;   // outputs of a line that go to the epilogue together
 constexpr int64_t kMostPanels = 4;             // of 32 channels, in a chunk
 constexpr int64_t kWeightBytes = 16 << 10;     // of a chunk, as floats
+constexpr int64_t kLineBytes = 256 << 10;      // of a chunk's copied lines
 constexpr int64_t kProductsOfAThread = 32768;  // fewer are not worth waking another thread
 
-template <class T>
-float first_float(const T* p) {
-  float buffer[kWidth];
-  store(buffer, load_first(p, 1));
-  return buffer[0];
-}
-
-float weight_at(const PackedWeight& w, int64_t channel, int64_t position) {
+// The weights of 16 channels, a tile's, at one position, as floats.
+void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, float* to) {
   const int64_t tile_k = packed_tile_k(w.dtype), group = packed_group(w.dtype);
-  const uint8_t* tile = w.panel_data + channel / kPanelColumns * w.panel_bytes + position / tile_k * 2 * kTileBytes +
-                        channel % kPanelColumns / kTileColumns * kTileBytes;
-  const int64_t index =
-      position % tile_k / group * kTileColumns * group + channel % kTileColumns * group + position % group;
-  if (w.dtype == DType::f32) return reinterpret_cast<const float*>(tile)[index];
-  if (w.dtype == DType::bf16) return first_float(reinterpret_cast<const Bf16*>(tile) + index);
-  return first_float(reinterpret_cast<const F16*>(tile) + index);
+  const uint8_t* row = w.panel_data + channel / kPanelColumns * w.panel_bytes + position / tile_k * 2 * kTileBytes +
+                       channel % kPanelColumns / kTileColumns * kTileBytes + position % tile_k / group * 64;
+  if (w.dtype == DType::f32) return __builtin_memcpy(to, row, kTileColumns * sizeof(float)), void();
+  // Two positions lie side by side.
+  uint16_t bits[kTileColumns];
+  for (int64_t i = 0; i < kTileColumns; ++i) {
+    __builtin_memcpy(bits + i, row + (2 * i + position % 2) * sizeof(uint16_t), sizeof(uint16_t));
+  }
+  for (int64_t i = 0; i < kTileColumns; i += kWidth) {
+    store(to + i, w.dtype == DType::bf16 ? load(reinterpret_cast<const Bf16*>(bits + i))
+                                         : load(reinterpret_cast<const F16*>(bits + i)));
+  }
 }
 
 struct None {};  // no rounding of the input
@@ -49,39 +50,64 @@ XOPT_INLINE F load_rounded(const In* p, int64_t count) {
   return x;
 }
 
-// Positions [begin, end) of the kernel along one dimension that lie inside, for a kernel that begins at `first`.
+// Positions [begin, end) of the kernel along one dimension that lie inside.
 struct Inside {
-  int64_t begin, end;
+  int64_t begin = 0, end = 0;
+  Inside() = default;
   Inside(int64_t first, int64_t kernel, int64_t dilation, int64_t in) {
     begin = first < 0 ? (-first + dilation - 1) / dilation : 0;
     end = minimum(kernel, first >= in ? 0 : (in - first + dilation - 1) / dilation);
   }
 };
 
+// Sizes of a thread's scratch.
+struct DepthwisePlan {
+  explicit DepthwisePlan(const PatchesView& v) {
+    positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
+    slots = v.kernel[0] * v.kernel[1];
+    // What eight outputs at a time read, whose last ones overlap those before them or, in a short line, end behind it.
+    width = (maximum(v.out[2], kOutputs) - 1) * v.stride[2] + v.dilation[2] * (v.kernel[2] - 1) + 1;
+    const int64_t panel_bytes = kPanelColumns * static_cast<int64_t>(sizeof(float));
+    const int64_t fitting =
+        minimum(kWeightBytes / (positions * panel_bytes), kLineBytes / (slots * width * panel_bytes));
+    chunk = minimum(kMostPanels, maximum<int64_t>(1, fitting)) * kPanelColumns;
+    pitch = chunk + kTileColumns;  // an odd number of cache lines, so that pixels do not fall into the same sets of L1
+  }
+  int64_t positions, slots, width;
+  int64_t chunk, pitch;  // channels of a chunk, and elements from a pixel of a copied line to the next
+};
+
 template <class In, class Round>
 class DepthwiseThread {
  public:
-  DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, int64_t chunk, float* sums,
-                  float* weights)
+  DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, const DepthwisePlan& plan)
       : call_(call),
         v_(call.input),
         epilogue_call_(epilogue_call),
         epilogue_(epilogue),
-        chunk_(chunk),
-        sums_(sums),
-        weights_(weights) {}
+        plan_(plan),
+        sums_(static_cast<size_t>(plan.chunk * kStripRows) * sizeof(float)),
+        weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(float)),
+        lines_(static_cast<size_t>(plan.slots * plan.width * plan.pitch) * sizeof(float)),
+        held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
+        line_(static_cast<size_t>(plan.slots) * sizeof(Line)) {}
 
   void run(int64_t image, int64_t channel, int64_t line) {
-    load_weights(channel);
-    const int64_t depth = line / v_.out[1], height = line % v_.out[1];
-    line_depth_ = depth * v_.stride[0] - v_.padding[0];
-    line_height_ = height * v_.stride[1] - v_.padding[1];
-    image_ = static_cast<const In*>(v_.data) + image * v_.image_stride;
+    if (image != image_ || channel != channel_) begin_chunk(image, channel);
+    first_depth_ = line / v_.out[1] * v_.stride[0] - v_.padding[0];
+    first_height_ = line % v_.out[1] * v_.stride[1] - v_.padding[1];
+    depths_ = Inside(first_depth_, v_.kernel[0], v_.dilation[0], v_.in[0]);
+    heights_ = Inside(first_height_, v_.kernel[1], v_.dilation[1], v_.in[1]);
+    find_lines();
     for (int64_t w = 0; w < v_.out[2]; w += kStripRows) {
       const int64_t rows = minimum(kStripRows, v_.out[2] - w);
-      for (int64_t c = 0; c < columns_; c += kWidth) sum_outputs(w, rows, c);
+      for (int64_t row = 0; row < rows; row += kOutputs) {
+        // The last eight overlap those before them, where there are any.
+        const int64_t start = maximum<int64_t>(0, minimum(row, rows - kOutputs));
+        for (int64_t c = 0; c < columns_; c += kWidth) sum_outputs(w + start, start, c);
+      }
       EpilogueStrip strip = strip_;
-      strip.acc = sums_;
+      strip.acc = sums_.as<float>();
       strip.acc_panel_stride = kStripRows * kPanelColumns;
       strip.row = strip.out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w;
       strip.panel = channel / kPanelColumns;
@@ -92,79 +118,101 @@ class DepthwiseThread {
   }
 
  private:
-  int64_t positions() const { return v_.kernel[0] * v_.kernel[1] * v_.kernel[2]; }
+  struct Line {
+    const float* copy;
+    int64_t weights;  // elements from the first weight of the chunk on
+  };
 
-  void load_weights(int64_t channel) {
+  void begin_chunk(int64_t image, int64_t channel) {
+    for (int64_t slot = 0; slot < plan_.slots; ++slot) held_.as<int64_t>()[slot] = -1;
+    image_ = image;
     if (channel == channel_) return;
     channel_ = channel;
-    columns_ = minimum(chunk_, v_.channels - channel);
-    const int64_t panels = (columns_ + kPanelColumns - 1) / kPanelColumns;
-    values_.fill(call_.epilogue, false, call_.weight.n, channel, panels, &strip_);
-    for (int64_t position = 0; position < positions(); ++position) {
-      for (int64_t c = 0; c < columns_; ++c) {
-        weights_[position * chunk_ + c] = weight_at(call_.weight, channel + c, position);
-      }
-      for (int64_t c = columns_; c < chunk_; ++c) weights_[position * chunk_ + c] = 0.0F;
-    }
-  }
-
-  // Outputs [w, w + rows) of the line, for a vector of channels from c of the chunk on.
-  void sum_outputs(int64_t w, int64_t rows, int64_t c) {
-    const int64_t count = minimum<int64_t>(kWidth, columns_ - c);
-    for (int64_t row = 0; row < rows;) {
-      const int64_t first = (w + row) * v_.stride[2] - v_.padding[2];
-      const int64_t last = first + (kOutputs - 1) * v_.stride[2] + (v_.kernel[2] - 1) * v_.dilation[2];
-      if (count == kWidth && row + kOutputs <= rows && first >= 0 && last < v_.in[2]) {
-        sum_block<kOutputs>(first, 0, v_.kernel[2], row, c, kWidth);
-        row += kOutputs;
-      } else {
-        const Inside inside(first, v_.kernel[2], v_.dilation[2], v_.in[2]);
-        sum_block<1>(first, inside.begin, inside.end, row, c, count);
-        ++row;
+    columns_ = minimum(plan_.chunk, v_.channels - channel);
+    const int64_t padded = round_up(columns_, kPanelColumns);  // as they are packed, with zeros
+    values_.fill(call_.epilogue, false, call_.weight.n, channel, padded / kPanelColumns, &strip_);
+    for (int64_t position = 0; position < plan_.positions; ++position) {
+      for (int64_t c = 0; c < padded; c += kTileColumns) {
+        tile_weights(call_.weight, channel + c, position, weights_.as<float>() + position * plan_.chunk + c);
       }
     }
   }
 
-  // R neighbouring outputs, the first of which has its kernel at `first`: over positions [begin, end) along the width.
-  template <int R>
-  XOPT_INLINE void sum_block(int64_t first, int64_t begin, int64_t end, int64_t row, int64_t c, int64_t count) {
-    const Inside depths(line_depth_, v_.kernel[0], v_.dilation[0], v_.in[0]);
-    const Inside heights(line_height_, v_.kernel[1], v_.dilation[1], v_.in[1]);
-    const int64_t step = v_.stride[2] * v_.in_stride[2], position_step = v_.dilation[2] * v_.in_stride[2];
-    F acc[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) acc[r] = set1(0.0F);
-    for (int64_t d = depths.begin; d < depths.end; ++d) {
-      for (int64_t h = heights.begin; h < heights.end; ++h) {
-        const In* x = image_ + (line_depth_ + d * v_.dilation[0]) * v_.in_stride[0] +
-                      (line_height_ + h * v_.dilation[1]) * v_.in_stride[1] + first * v_.in_stride[2] + channel_ + c +
-                      begin * position_step;
-        const float* weights = weights_ + ((d * v_.kernel[1] + h) * v_.kernel[2] + begin) * chunk_ + c;
-        for (int64_t position = begin; position < end; ++position) {
-          const F weight = load(weights);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) acc[r] = fma(load_rounded<In, Round>(x + r * step, count), weight, acc[r]);
-          x += position_step;
-          weights += chunk_;
+  // Lines that are needed together never have the same place, and one keeps its place for the next output line unless the
+  // kernel is dilated.
+  int64_t slot_of(int dim, int64_t place, int64_t position) const {
+    return v_.dilation[dim] == 1 ? place % v_.kernel[dim] : position;
+  }
+
+  // The lines of the kernel that lie inside, with copies of the input lines under them.
+  void find_lines() {
+    line_count_ = 0;
+    for (int64_t d = depths_.begin; d < depths_.end; ++d) {
+      for (int64_t h = heights_.begin; h < heights_.end; ++h) {
+        const int64_t depth = first_depth_ + d * v_.dilation[0], height = first_height_ + h * v_.dilation[1];
+        const int64_t slot = slot_of(0, depth, d) * v_.kernel[1] + slot_of(1, height, h);
+        float* copy = lines_.as<float>() + slot * plan_.width * plan_.pitch;
+        int64_t& held = held_.as<int64_t>()[slot];
+        if (held != depth * v_.in[1] + height) {
+          held = depth * v_.in[1] + height;
+          copy_line(depth, height, copy);
         }
+        line_.as<Line>()[line_count_++] = {copy, (d * v_.kernel[1] + h) * v_.kernel[2] * plan_.chunk};
       }
     }
-    float* sums = sums_ + c / kPanelColumns * kStripRows * kPanelColumns + row * kPanelColumns + c % kPanelColumns;
+  }
+
+  void copy_line(int64_t depth, int64_t height, float* line) const {
+    const In* from = static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
+                     height * v_.in_stride[1] + channel_;
+    for (int64_t i = 0; i < plan_.width; ++i, line += plan_.pitch) {
+      const int64_t w = i - v_.padding[2];
+      const bool inside = w >= 0 && w < v_.in[2];
+      const In* x = from + (inside ? w * v_.in_stride[2] : 0);
+      int64_t c = 0;
+      for (; c + kWidth <= columns_; c += kWidth) {
+        store(line + c, inside ? load_rounded<In, Round>(x + c, kWidth) : set1(0.0F));
+      }
+      if (c < columns_) store(line + c, inside ? load_rounded<In, Round>(x + c, columns_ - c) : set1(0.0F));
+    }
+  }
+
+  // Eight outputs of the line from w on, for a vector of channels.
+  void sum_outputs(int64_t w, int64_t row, int64_t c) {
+    const int64_t step = v_.stride[2] * plan_.pitch, position_step = v_.dilation[2] * plan_.pitch;
+    F acc[kOutputs];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns, acc[r]);
+    for (int64_t r = 0; r < kOutputs; ++r) acc[r] = set1(0.0F);
+    const Line* lines = line_.as<Line>();
+    for (int64_t l = 0; l < line_count_; ++l) {
+      const float* x = lines[l].copy + w * step + c;
+      const float* weights = weights_.as<float>() + lines[l].weights + c;
+      for (int64_t position = 0; position < v_.kernel[2]; ++position) {
+        const F weight = load(weights);
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < kOutputs; ++r) acc[r] = fma(load(x + r * step), weight, acc[r]);
+        x += position_step;
+        weights += plan_.chunk;
+      }
+    }
+    float* sums =
+        sums_.as<float>() + c / kPanelColumns * kStripRows * kPanelColumns + row * kPanelColumns + c % kPanelColumns;
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < kOutputs; ++r) store(sums + r * kPanelColumns, acc[r]);
   }
 
   const ConvCall& call_;
   const PatchesView& v_;
   const GemmCall& epilogue_call_;
   EpilogueFn* epilogue_;
-  const int64_t chunk_;
-  float *sums_, *weights_;
-  int64_t channel_ = -1, columns_ = 0;
   ColumnValues values_;    // of the chunk
   EpilogueStrip strip_{};  // what its strips have in common
-  int64_t line_depth_ = 0, line_height_ = 0;
-  const In* image_ = nullptr;
+  const DepthwisePlan& plan_;
+  const Scratch sums_, weights_, lines_, held_, line_;
+  int64_t line_count_ = 0;
+  int64_t image_ = -1, channel_ = -1, columns_ = 0;
+  int64_t first_depth_ = 0, first_height_ = 0;  // where the kernel begins
+  Inside depths_, heights_;
 };
 
 template <class In, class Round>
@@ -174,19 +222,15 @@ void depthwise_of(const ConvCall& call) {
   const GemmCall gemm{call.images * output_positions(v), {}, call.weight, call.epilogue};
   EpilogueFn* epilogue = nullptr;
   select(gemm, &epilogue);
-  const int64_t positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
-  const int64_t fitting = kWeightBytes / maximum<int64_t>(1, positions * kPanelColumns * 4);
-  const int64_t chunk = minimum(kMostPanels, maximum<int64_t>(1, fitting)) * kPanelColumns;
-  const int64_t chunks = (v.channels + chunk - 1) / chunk, lines = v.out[0] * v.out[1];
+  const DepthwisePlan plan(v);
+  const int64_t chunks = (v.channels + plan.chunk - 1) / plan.chunk, lines = v.out[0] * v.out[1];
   const int64_t parts = call.images * chunks * lines;
-  const int64_t wanted = gemm.m * v.channels * positions / kProductsOfAThread + 1;
+  const int64_t wanted = gemm.m * v.channels * plan.positions / kProductsOfAThread + 1;
   const int64_t threads = minimum(minimum<int64_t>(max_threads(), parts), wanted);
   parallel(static_cast<int>(threads), [&](int thread, int count) {
-    const Scratch sums(static_cast<size_t>(chunk * kStripRows * 4));
-    const Scratch weights(static_cast<size_t>(positions * chunk * 4));
-    DepthwiseThread<In, Round> part(call, gemm, epilogue, chunk, sums.as<float>(), weights.as<float>());
+    DepthwiseThread<In, Round> part(call, gemm, epilogue, plan);
     for (int64_t i = parts * thread / count; i < parts * (thread + 1) / count; ++i) {
-      part.run(i / (chunks * lines), i / lines % chunks * chunk, i % lines);
+      part.run(i / (chunks * lines), i / lines % chunks * plan.chunk, i % lines);
     }
   });
 }

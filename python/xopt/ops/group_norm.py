@@ -1,0 +1,27 @@
+"""The fake of GroupNorm."""
+
+from __future__ import annotations
+
+import torch
+
+from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
+
+
+@fake_of("group_norm")
+def _group_norm(
+    input: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    check("group_norm", {"input": input, "weight": weight, "bias": bias}, FLOATING)
+    if not 3 <= input.dim() <= 5:
+        raise RuntimeError(
+            f"xopt::group_norm: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
+        )
+    memory = input.new_empty((input.shape[0], *input.shape[2:], input.shape[1]), dtype=out_dtype or input.dtype)
+    return memory.movedim(-1, 1)

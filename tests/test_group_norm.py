@@ -1,0 +1,166 @@
+"""xopt::group_norm against the float64 reference of a norm over rows, and how blocks come to use it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import xopt
+from tests import cases, reference
+from tests.cases import DTYPES
+from tests.families import Family, expect_values
+from tests.test_conv import LAYOUTS, image, joined, last, numbers
+
+ops = torch.ops.xopt
+
+
+@dataclass(frozen=True)
+class GroupNormCase:
+    seed: int = 0
+    images: int = 1
+    size: str = "5x5"
+    groups: int = 1
+    width: int = 1  # channels of a group
+    input: str = "f32"
+    out: str = ""
+    layout: str = "channels_last"
+    offset: float = 0.0  # added to the input: a mean far from 0, which squares about zero do not survive
+    weight: str = ""
+    bias: str = ""
+    eps: float = 1e-5
+    activation: str = "none"
+
+
+def sample(rng: random.Random) -> GroupNormCase:
+    return GroupNormCase(
+        seed=rng.randrange(2**31),
+        images=rng.choice((1, 1, 2, 3, 0)),
+        size=joined([rng.choice((1, 2, 3, 7, 12, 20)) for _ in range(rng.choice((1, 2, 2, 3)))]),
+        groups=rng.choice((1, 1, 2, 3, 8, 32)),
+        width=rng.choice((1, 2, 3, 4, 10, 16, 33)),
+        input=rng.choice(cases.FLOATS),
+        out=rng.choice(("", "", *cases.FLOATS)),
+        layout=cases.pick(rng, LAYOUTS),
+        offset=rng.choice((0.0, 0.0, 3.0, 100.0)),
+        weight=rng.choice(("", *cases.FLOATS)),
+        bias=rng.choice(("", *cases.FLOATS)),
+        eps=rng.choice((1e-5, 1e-6, 0.1)),
+        activation=rng.choice(("none", "silu", "relu")),
+    )
+
+
+def check(case: GroupNormCase) -> None:
+    generator = torch.Generator().manual_seed(case.seed)
+    channels, size = case.groups * case.width, numbers(case.size)
+    x = image("normal", (case.images, channels, *size), DTYPES[case.input], generator, "contiguous")
+    x = (x + case.offset).to(DTYPES[case.input])
+    store = image("normal", tuple(x.shape), DTYPES[case.input], generator, case.layout)
+    x = store if case.layout == "expanded" else store.copy_(x)
+    weight, bias = (
+        cases.tensor("normal", (channels,), DTYPES[name], generator) if name else None
+        for name in (case.weight, case.bias)
+    )
+    out_dtype = DTYPES[case.out] if case.out else None
+    got = ops.group_norm(
+        x, case.groups, weight, bias, eps=case.eps, activation=case.activation, out_dtype=out_dtype
+    )  # fmt: skip
+    # A group of an image is a row; its weights differ along it.
+    positions = math.prod(size)
+    rows = x.double().reshape(case.images * case.groups, case.width * positions)
+    normed = reference.row_norm(exact(rows), "layer_norm", None, None, case.eps)
+    columns = by_channel(normed, case, channels, positions)
+    if weight is not None:
+        columns = reference.multiply(columns, weight.double())
+    columns = reference.activate(reference.add_bias(columns, bias), case.activation, 0.0, 0.0)
+    in_memory = (case.images, *size, channels)
+    expect_values("the output", got.movedim(1, -1), columns, in_memory, DTYPES[case.out or case.input])
+
+
+def exact(rows: Tensor) -> reference.Estimate:
+    never = torch.zeros_like(rows, dtype=torch.bool)
+    return reference.Estimate(rows, torch.zeros_like(rows), never, never)
+
+
+def by_channel(rows: reference.Estimate, case: GroupNormCase, channels: int, positions: int) -> reference.Estimate:
+    """[images * groups, width * positions] as [images * positions, channels]."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x.reshape(case.images, channels, positions).transpose(1, 2).reshape(-1, channels)
+
+    return reference.Estimate(moved(rows.value), moved(rows.error), moved(rows.nan_allowed), moved(rows.unchecked))
+
+
+FAMILY = Family("group_norm", GroupNormCase, sample, check)
+
+
+def test_cases(case_batch: list[GroupNormCase]) -> None:
+    FAMILY.run_all(case_batch)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    x, before = last(torch.randn(1, 64, 50, 41)), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(ops.group_norm(x, 8))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+X = torch.randn(2, 8, 3, 3)
+ERRORS: dict[str, tuple[Any, str]] = {
+    "groups": (lambda: ops.group_norm(X, 3), "groups: expected a divisor of the 8 channels, got 3"),
+    "no groups": (lambda: ops.group_norm(X, 0), "groups: expected a divisor of the 8 channels, got 0"),
+    "dimensions": (lambda: ops.group_norm(X[0, 0], 1), "input: expected 3 to 5 dimensions"),
+    "weight": (lambda: ops.group_norm(X, 2, torch.ones(2)), r"weight: expected shape \[8\], got \[2\]"),
+    "eps": (lambda: ops.group_norm(X, 2, eps=-1.0), "eps: expected a number of at least 0, got -1"),
+    "activation": (lambda: ops.group_norm(X, 2, activation="tanh"), "activation: expected one of none, relu, silu"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name: str) -> None:
+    call, message = ERRORS[name]
+    with pytest.raises(RuntimeError, match="xopt::group_norm: " + message):
+        call()
+
+
+class ResnetBlock(nn.Module):
+    """As in diffusers' UNet."""
+
+    def __init__(self, channels: int = 64) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(32, channels), nn.Conv2d(channels, channels, 3, padding=1)
+        self.time = nn.Linear(16, channels)
+        self.norm2, self.conv2 = nn.GroupNorm(32, channels), nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        y = self.conv1(functional.silu(self.norm1(x))) + self.time(functional.silu(time))[:, :, None, None]
+        return x + self.conv2(functional.silu(self.norm2(y)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_block_of_a_unet(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    source, x, time = ResnetBlock().eval(), torch.randn(2, 64, 20, 24), torch.randn(2, 16)
+    with torch.no_grad():
+        exact_result = copy.deepcopy(source).double()(x.double(), time.double())
+        plain = copy.deepcopy(source).to(dtype)(x.to(dtype), time.to(dtype))
+        model = xopt.optimize(source, dtype=dtype)
+        result = model(x, time)
+    errors = [float((each.double() - exact_result).norm() / exact_result.norm()) for each in (result, plain)]
+    assert errors[0] <= 1.1 * errors[1]
+    assert result.is_contiguous()
+    (fusion,) = xopt.report(model).fusions
+    assert fusion.fused == ("group_norm+silu", "group_norm+silu", "conv+add")
