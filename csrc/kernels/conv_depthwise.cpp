@@ -29,7 +29,10 @@ void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, floa
   const int64_t tile_k = packed_tile_k(w.dtype), group = packed_group(w.dtype);
   const uint8_t* row = w.panel_data + channel / kPanelColumns * w.panel_bytes + position / tile_k * 2 * kTileBytes +
                        channel % kPanelColumns / kTileColumns * kTileBytes + position % tile_k / group * 64;
-  if (w.dtype == DType::f32) return __builtin_memcpy(to, row, kTileColumns * sizeof(float)), void();
+  if (w.dtype == DType::f32) {
+    __builtin_memcpy(to, row, kTileColumns * sizeof(float));
+    return;
+  }
   // Two positions lie side by side.
   uint16_t bits[kTileColumns];
   for (int64_t i = 0; i < kTileColumns; ++i) {
@@ -41,7 +44,7 @@ void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, floa
   }
 }
 
-struct None {};  // no rounding of the input
+struct None {};  // in place of a dtype: the input is not rounded
 
 template <class In, class Round>
 XOPT_INLINE F load_rounded(const In* p, int64_t count) {
