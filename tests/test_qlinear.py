@@ -184,7 +184,7 @@ def test_long_sums(dtype: str) -> None:
         )
         for m in (1, 4, 5, 17, 40)
         for n in (5, 33, 70)
-        for k in (511, 512, 513, 1023, 1025, 2049, 4100)
+        for k in (511, 512, 513, 1023, 1025, 2049, 4100, 8300)
         for zero_point in ("none", "rows")
     )
 

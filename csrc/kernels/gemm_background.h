@@ -78,7 +78,8 @@ class Background {
   // Called by a block for each step along k. Every instruction here costs a quarter of a cycle: tile products do not
   // hide them, as they are a matter of issuing, not of waiting.
   XOPT_INLINE void step() {
-    if ((countdown_ -= 256) <= 0) work();
+    countdown_ -= 256;
+    if (countdown_ <= 0) work();
     asm volatile("" : : : "memory");  // GCC does not know that tile loads read memory
   }
 

@@ -14,7 +14,7 @@ void check_integers(const char* op, const char* name, const Integers& values, in
 }
 
 void set_input(Tensor* input, PatchesView* view) {
-  view->dtype = *dtype_from_torch(input->dtype_code());
+  view->dtype = dtype_from_torch(input->dtype_code()).value_or(DType::f32);  // checked before
   if (input->numel() == 0) return;
   if (!is_channels_last(*input)) *input = input->channels_last_copy();
   view->data = input->data();
