@@ -1,4 +1,5 @@
-"""Runs clang-tidy over every C++ source, once for each ISA level that it is compiled for, as many at once as cores.
+"""Runs clang-tidy over every C++ source, as many at once as cores; over kernels at each ISA level whose vocabulary is a
+file of its own: `scalar`, `avx2` and the highest, which has all that `avx512` and those above it add.
 
 Reads build/lint/compile_commands.json. A source and level that passed before are not looked at again until a file below
 csrc, the checks or the compile command change: what passed is kept in build/lint/passed.
@@ -7,6 +8,7 @@ csrc, the checks or the compile command change: what passed is kept in build/lin
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LINT = ROOT / "build" / "lint"
+AVX512 = 2  # as XOPT_LEVEL
 
 
 def gcc_include_dir() -> str:
@@ -31,6 +34,19 @@ def clang_arguments(command: str, omp_dir: Path) -> list[str]:
     del arguments[output : output + 2]
     arguments = [argument for argument in arguments if argument not in ("-fno-trapping-math", "-c")]
     return [*arguments, f"-isystem{omp_dir}", "-Wno-unknown-warning-option"]
+
+
+def at_telling_levels(entries: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Without the levels from avx512 on that a higher one of the same source covers."""
+    highest: dict[str, int] = {}
+    for entry in entries:
+        highest[entry["file"]] = max(highest.get(entry["file"], 0), level(entry))
+    return [entry for entry in entries if level(entry) < AVX512 or level(entry) == highest[entry["file"]]]
+
+
+def level(entry: dict[str, str]) -> int:
+    found = re.search(r"-DXOPT_LEVEL=(\d)", entry["command"])
+    return int(found[1]) if found else 0
 
 
 def fingerprint(text: str) -> str:
@@ -65,7 +81,7 @@ def main() -> int:
     (omp_dir / "omp.h").write_bytes((Path(gcc_include_dir()) / "omp.h").read_bytes())
     (LINT / "passed").mkdir(exist_ok=True)
 
-    entries = json.loads((LINT / "compile_commands.json").read_text())
+    entries = at_telling_levels(json.loads((LINT / "compile_commands.json").read_text()))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         reports = list(pool.map(lambda entry: tidy(entry, omp_dir), entries))
     failed = [report for report in reports if report]

@@ -6,15 +6,14 @@
 //     panel chunk   panels whose weights stay in L2 while all rows of the chunk pass: all their K, or one k block of it
 //      pass           the k blocks that a row block goes through in one go: all, or one
 //       row block
-//        k block        its copy of A stays in L1 while the panels of the chunk pass
+//        k block        its copy of A stays in L1 while the panels of the chunk pass; AMX takes it from L2 and has one
 //         panel           the block's product; sums wait in scratch for the next k block
 //
-// (Nor do they fetch weights ahead where several row blocks share them: the prefetches in their loops cost them more than
-// the first row block's misses.
-//
-// After its last k block the row block's strip of sums, all panels of the chunk, goes to the epilogue. While a chunk's
-// weights are multiplied, the next ones are fetched into L2, spread evenly over the k steps. A call with one row block
-// goes panel by panel, so that weights stream in their order in memory.
+// Blocks on the vector ports finish a row block's strip of sums, all panels of the chunk, after its last k block. With
+// AMX each panel's sums go to the epilogue on their own, between the products of the next panel, and the weights of the
+// next chunk are fetched into L2 meanwhile, spread evenly over the k steps. (Vector blocks fetch none where several row
+// blocks share them: prefetches in their loops cost more than the first row block's misses.)
+// A call with one row block goes panel by panel, so that weights stream in their order in memory.
 #pragma once
 
 #include "kernels/column_values.h"
