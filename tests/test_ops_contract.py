@@ -44,7 +44,8 @@ SCHEMAS = {
     "bool causal=False, int causal_offset=0, int window=0) -> Tensor",
     "linear": 'linear(Tensor input, Tensor packed, int out_features, Tensor? bias=None, *, str activation="none", '
     'float alpha=0., float beta=0., str binary="none", Tensor? other=None, bool activation_last=False, '
-    "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0, int first_column=0) -> Tensor",
+    "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0, int first_column=0, "
+    "Tensor? scale=None) -> Tensor",
     "linear_gated": "linear_gated(Tensor input, Tensor packed, int out_features, Tensor? gate_bias=None, "
     'Tensor? up_bias=None, *, str activation="silu", float alpha=0., float beta=0., ScalarType? out_dtype=None) '
     "-> Tensor",
@@ -105,6 +106,7 @@ def samples_linear() -> Iterator[Call]:
     yield (random(K), packed(), N), {"activation": "clamp", "alpha": -1.0, "beta": 1.0, "out_dtype": torch.bfloat16}
     yield (x, packed(), N), {"out_dtype": torch.uint8, "output_scale": 0.1, "output_zero_point": 128}
     yield (random(0, K), packed(), N), {}
+    yield (x, packed(), N, random(N)), {"scale": random(N, dtype=torch.bfloat16), "activation": "relu"}
 
 
 def samples_linear_gated() -> Iterator[Call]:
@@ -298,6 +300,7 @@ BAD_LINEAR: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.linear(X, packed(), N, random(N + 1)), r"bias: expected shape \[40\], got \[41\]"),
     (lambda: ops.linear(X, packed(), N, random(1, N)), r"bias: expected shape \[40\], got \[1, 40\]"),
     (lambda: ops.linear(X, packed(), N, random(N).double()), "bias: expected dtype .*, got float64"),
+    (lambda: ops.linear(X, packed(), N, scale=random(N + 1)), r"scale: expected shape \[40\], got \[41\]"),
     (lambda: ops.linear(X, packed(), N, activation="swish"), "activation: expected one of none, relu, .*, got 'swish'"),
     (lambda: ops.linear(X, packed(), N, activation=""), "activation: expected one of .*, got ''"),
     (lambda: ops.linear(X, packed(), N, binary="sub"), "binary: expected one of none, add, mul, got 'sub'"),

@@ -68,8 +68,11 @@ struct DepthwisePlan {
   explicit DepthwisePlan(const PatchesView& v) {
     positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
     slots = v.kernel[0] * v.kernel[1];
-    // What eight outputs at a time read, whose last ones overlap those before them or, in a short line, end behind it.
-    width = (maximum(v.out[2], kOutputs) - 1) * v.stride[2] + v.dilation[2] * (v.kernel[2] - 1) + 1;
+    // What eight outputs at a time read: the last ones of a strip overlap those before them or, in a strip that has less
+    // than eight, end behind the line.
+    const int64_t last_strip = v.out[2] % kStripRows;
+    const int64_t outputs = last_strip == 0 ? v.out[2] : v.out[2] - last_strip + maximum(last_strip, kOutputs);
+    width = (outputs - 1) * v.stride[2] + v.dilation[2] * (v.kernel[2] - 1) + 1;
     const int64_t panel_bytes = kPanelColumns * static_cast<int64_t>(sizeof(float));
     const int64_t fitting =
         minimum(kWeightBytes / (positions * panel_bytes), kLineBytes / (slots * width * panel_bytes));

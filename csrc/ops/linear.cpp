@@ -37,7 +37,8 @@ struct LinearArguments {
         out_dtype(stack.optional_dtype_code()),
         output_scale(stack.number()),
         output_zero_point(stack.integer()),
-        first_column(stack.integer()) {}
+        first_column(stack.integer()),
+        scale(stack.optional_tensor()) {}
 
   Tensor input, packed;
   int64_t out_features;
@@ -51,6 +52,7 @@ struct LinearArguments {
   double output_scale;
   int64_t output_zero_point;
   int64_t first_column;
+  Tensor scale;
 };
 
 void linear(StableIValue* stack, uint64_t, uint64_t) {
@@ -58,7 +60,10 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
   LinearArguments arguments{Stack(stack)};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
-  check_no_gradient({{kOp, "input", input}, {kOp, "bias", arguments.bias}, {kOp, "other", arguments.other}});
+  check_no_gradient({{kOp, "input", input},
+                     {kOp, "bias", arguments.bias},
+                     {kOp, "other", arguments.other},
+                     {kOp, "scale", arguments.scale}});
 
   GemmCall call = gemm_call(kOp, &input,
                             packed_columns(kOp, arguments.packed, WeightKind::floating, arguments.first_column, n,
@@ -69,6 +74,7 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
   epilogue.beta = static_cast<float>(arguments.beta);
   epilogue.binary = parse_binary(kOp, arguments.binary, arguments.other);
   epilogue.activation_last = arguments.activation_last;
+  epilogue.scale = column_vector(kOp, "scale", &arguments.scale, n);
   epilogue.bias = column_vector(kOp, "bias", &arguments.bias, n);
   set_other(kOp, "other", &arguments.other, input, n, true, &epilogue);
   const DType out_dtype =
@@ -197,7 +203,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
       "linear(Tensor input, Tensor packed, int out_features, Tensor? bias=None, *, str activation=\"none\", "
       "float alpha=0., float beta=0., str binary=\"none\", Tensor? other=None, bool activation_last=False, "
-      "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0, int first_column=0) -> Tensor");
+      "ScalarType? out_dtype=None, float output_scale=1., int output_zero_point=0, int first_column=0, "
+      "Tensor? scale=None) -> Tensor");
   library.def(
       "linear_gated(Tensor input, Tensor packed, int out_features, Tensor? gate_bias=None, Tensor? up_bias=None, *, "
       "str activation=\"silu\", float alpha=0., float beta=0., ScalarType? out_dtype=None) -> Tensor");

@@ -44,6 +44,8 @@ class Config:
     """Convolutions get packed weights and run on xopt's kernels, with the channels last in memory."""
     conv_bn_folding: bool = True
     """A BatchNorm that follows a convolution is done within it."""
+    linear_bn_folding: bool = True
+    """A BatchNorm that follows a linear layer is done within it."""
     fuse_conv: bool = True
     """Activations and residual additions that follow a convolution are done within it."""
     pool_images: bool = True

@@ -1,4 +1,4 @@
-"""A BatchNorm after a convolution, as a factor and an addend for each channel, in fp32.
+"""A BatchNorm after a convolution or a linear layer, as a factor and an addend for each channel, in fp32.
 
 The packed weight stays as it is: the factor is applied to the sums before they are rounded, which is more exact than a
 scaled weight in bf16, and leaves every parameter where the source model has it. The two vectors are computed when they
@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
+from xopt.modules.pattern import argument, dtype_of
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+_ARGUMENTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
 _FOLDED = "_xopt_folded"
 
 
@@ -20,11 +25,11 @@ class _Folded:
         self._sources = sources
         self._versions = _versions(sources)
         self._eps = eps
-        mean, variance, weight, bias, conv_bias = (None if each is None else each.double() for each in sources)
+        mean, variance, weight, bias, own_bias = (None if each is None else each.double() for each in sources)
         assert mean is not None, "a BatchNorm without statistics was folded"
         assert variance is not None, "a BatchNorm without statistics was folded"
         scale = torch.rsqrt(variance + eps) if weight is None else weight * torch.rsqrt(variance + eps)
-        shift = -mean * scale if conv_bias is None else (conv_bias - mean) * scale
+        shift = -mean * scale if own_bias is None else (own_bias - mean) * scale
         self.scale = scale.float()
         self.shift = (shift if bias is None else shift + bias).float()
 
@@ -47,12 +52,24 @@ def _versions(sources: tuple[Tensor | None, ...]) -> list[int] | None:
 
 
 def folded(
-    module: nn.Module, conv_bias: Tensor | None, norm: tuple[Tensor | None, ...], eps: float
+    module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...], eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Factor and addend for the sums of a convolution, whose own bias is in the addend."""
-    sources = (*norm, conv_bias)
+    """Factor and addend for the sums of a layer, whose own bias is in the addend."""
+    sources = (*norm, own_bias)
     cached: _Folded | None = module.__dict__.get(_FOLDED)
     if cached is None or not cached.holds(sources, eps):
         with torch.no_grad():
             cached = module.__dict__[_FOLDED] = _Folded(sources, eps)
     return cached.scale, cached.shift
+
+
+def norm_of(node: Node) -> dict[str, Any] | None:
+    """What a step that calls F.batch_norm does, if it does the same in all calls."""
+    norm = tuple(argument(node, place, name) for place, name in _ARGUMENTS)
+    if argument(node, 5, "training", False) is not False or norm[0] is None or not all(map(_is_constant, norm)):
+        return None
+    return {"norm": norm, "eps": argument(node, 7, "eps", 1e-5)}
+
+
+def _is_constant(node: Any) -> bool:
+    return node is None or (isinstance(node, Node) and node.op == "get_attr" and dtype_of(node) in _FLOATING)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
+from torch.nn import functional
 
 from xopt.modules.activation import activation_of
+from xopt.modules.folded_norm import norm_of
 from xopt.modules.linear import linear
 from xopt.modules.pattern import (
     ADD,
@@ -23,6 +26,16 @@ from xopt.modules.pattern import (
 )
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LinearBatchNorm(Pattern):
+    stage: ClassVar[int] = 2
+    switch: ClassVar[str] = "linear_bn_folding"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        # Of two dimensions: with three, BatchNorm1d takes the middle one for the channels.
+        fuse_batch_norm(graph, linear, lambda source: len(shape_of(source)) == 2)
 
 
 class LinearActivation(Pattern):
@@ -41,6 +54,16 @@ class LinearBinary(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         fuse_binary(graph, linear)
+
+
+def fuse_batch_norm(graph: Graph, target: Any, fits: Callable[[Node], bool] = lambda source: True) -> None:
+    for node in calls(graph, functional.batch_norm):
+        source: Any = node.args[0]
+        if not is_open(source, target) or source.kwargs.keys() & {"norm", "other"} or only_user(source) is not node:
+            continue
+        norm = norm_of(node)
+        if norm is not None and fits(source):
+            replace(graph, node, target, source.args, source.kwargs | norm | {"out_dtype": dtype_of(node)})
 
 
 def fuse_activations(graph: Graph, target: Any) -> None:

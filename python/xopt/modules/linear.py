@@ -20,6 +20,7 @@ from xopt.modules.base import (
     plain_parameter_problem,
     result_dtype,
 )
+from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Place
 from xopt.modules.packed_state import FLOATING, PackedState
 from xopt.modules.pattern import step
@@ -110,7 +111,8 @@ def product_problem(module: Any) -> str | None:
 
 
 def _label(kwargs: dict[str, Any]) -> str:
-    fused = fused_names(kwargs)
+    norm = ["batch_norm"] if kwargs.get("norm") else []
+    fused = norm + fused_names(kwargs)
     return "+".join(["linear", *fused]) if fused else ""
 
 
@@ -148,6 +150,8 @@ def linear(
     module: PackedProduct,
     input: torch.Tensor,
     *,
+    norm: tuple[torch.Tensor | None, ...] | None = None,
+    eps: float = 0.0,
     activation: str = "none",
     alpha: float = 0.0,
     beta: float = 0.0,
@@ -156,16 +160,25 @@ def linear(
     activation_last: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The step of a recorded graph that calls the module; patterns hand it what follows."""
+    """The step of a recorded graph that calls the module; patterns hand it what follows: a BatchNorm's running mean,
+    variance, weight and bias, then what a product may end in."""
     place = place_of(module._parameters["weight"])
+    bias: torch.Tensor | None = module._parameters["bias"]
     if place is None or (other is not None and not is_output_like(other, input, module)):
-        result = finished(module(input), activation, alpha, beta, binary, other, activation_last)
+        result = module(input)
+        if norm is not None:
+            mean, variance, weight, shift = norm
+            result = functional.batch_norm(result, mean, variance, weight, shift, eps=eps)
+        result = finished(result, activation, alpha, beta, binary, other, activation_last)
         return result if out_dtype is None else result.to(out_dtype)
+    scale = None
+    if norm is not None:
+        scale, bias = folded(module, bias, norm, eps)
     return _linear(  # type: ignore[no-any-return]
         input,
         place.packed,
         module.out_features,
-        module._parameters["bias"],
+        bias,
         activation=activation,
         alpha=alpha,
         beta=beta,
@@ -174,6 +187,7 @@ def linear(
         activation_last=activation_last,
         out_dtype=result_dtype(input) if out_dtype is None else out_dtype,
         first_column=place.first_column,
+        scale=scale,
     )
 
 

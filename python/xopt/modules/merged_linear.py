@@ -27,7 +27,8 @@ class MergeSiblings(Pattern):
             siblings.setdefault(node.args[1], []).append(node)
         for input, nodes in siblings.items():
             modules = [node.args[0].meta[EXAMPLE] for node in nodes]
-            if len(nodes) > 1 and _fit(modules) and len({dtype_of(node) for node in nodes}) == 1:
+            alike = all(set(node.kwargs) == {"out_dtype"} for node in nodes)
+            if len(nodes) > 1 and alike and _fit(modules) and len({dtype_of(node) for node in nodes}) == 1:
                 _merge(graph, input, nodes)
 
 

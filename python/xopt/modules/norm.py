@@ -207,7 +207,11 @@ class LinearNorm(Pattern):
         for target in (layer_norm, rms_norm):
             for node in calls(graph, target):
                 total = node.args[0]
-                if not is_call(total, linear) or total.kwargs.get("binary") != "add" or "activation" in total.kwargs:
+                if (
+                    not is_call(total, linear)
+                    or total.kwargs.get("binary") != "add"
+                    or total.kwargs.keys() & {"activation", "norm"}
+                ):
                     continue
                 if node.kwargs.get("weight_offset"):
                     continue

@@ -112,8 +112,10 @@ def _linear(
     output_scale: float = 1.0,
     output_zero_point: int = 0,
     first_column: int = 0,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    check("linear", {"input": input, "packed": packed, "bias": bias, "other": other}, FLOATING)
+    named = {"input": input, "packed": packed, "bias": bias, "other": other, "scale": scale}
+    check("linear", named, FLOATING)
     return _output("linear", input, packed, out_features, out_dtype or input.dtype)
 
 
