@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from xopt.graph.record import CannotRecord, Recorder
+from xopt.graph.record import Recorder
+from xopt.graph.symbol import CannotRecord
 
 _SIMPLE = (type(None), bool, int, str, type(Ellipsis))
 

@@ -9,13 +9,10 @@ keeps its own forward.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
-import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +21,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from xopt.graph.signature import fill, is_tensor, signature
-
-
-class CannotRecord(Exception):
-    """This forward is no fixed sequence of operations; the message says where."""
+from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch
 
 
 class OtherSizes(Exception):
@@ -50,15 +44,6 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
 
 
-# What an object that is no tensor may be asked during a recording: by class and method, a function that tells what the
-# method would return without doing it. Integrations fill it.
-OpaqueRule = Callable[..., Any]
-opaque_rules: dict[tuple[type, str], OpaqueRule] = {}
-
-_CONSTANT_ATTRIBUTES = frozenset(
-    {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested"}
-)
-_CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_complex", "element_size"})
 _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point)
 # These produce a tensor that nothing else refers to, so what is done to it in place can as well make a new one.
 _FRESH = frozenset(
@@ -67,192 +52,6 @@ _FRESH = frozenset(
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
     }
 )
-
-
-class _Isinstance(threading.local):
-    """Whether Python's isinstance is what runs in this thread, while `watch` is on."""
-
-    running = 0
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        previous = sys.getprofile()
-        sys.setprofile(self._see)
-        try:
-            yield
-        finally:
-            sys.setprofile(previous)
-            self.running = 0
-
-    def _see(self, frame: Any, event: str, function: Any) -> None:
-        if function is isinstance:
-            self.running += 1 if event == "c_call" else -1
-
-
-_isinstance = _Isinstance()
-
-
-class Symbol:
-    """Stands for a tensor, a size, or an object that only `opaque_rules` knows."""
-
-    def __init__(self, recorder: Recorder, node: Node, example: Any) -> None:
-        self._recorder = recorder
-        self._node = node
-        self._example = example
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The example's class to Python's isinstance, so that a forward takes the branch that it is to take. To torch's
-        native code, which asks in the same way, the truth: it would take the symbol for a tensor's memory."""
-        return type(self._example) if _isinstance.running else Symbol
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        recorder = next(item._recorder for item in _symbols((args, kwargs)))
-        return recorder.call(func, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        example = self._example
-        if not isinstance(example, torch.Tensor):
-            rules = opaque_rules.items()
-            rule = next((rule for (kind, method), rule in rules if method == name and isinstance(example, kind)), None)
-            if rule is None:
-                raise CannotRecord(f"it reads .{name} of a {type(example).__name__}")
-            return _Method(self, name, rule)
-        if name in _CONSTANT_ATTRIBUTES:
-            return getattr(example, name)
-        if name == "requires_grad":
-            return False
-        if name == "shape":
-            return self.size()
-        if name in _CONSTANT_METHODS:
-            return getattr(example, name)
-        if name in ("T", "mT"):
-            return self.transpose(-2, -1) if name == "mT" or example.ndim == 2 else self._refuse(name)
-        if name.startswith("_") or not callable(getattr(torch.Tensor, name, None)):
-            raise AttributeError(f"a recorded tensor has no attribute {name!r}")
-        return _Method(self, name, None)
-
-    def size(self, dim: int | None = None) -> Any:
-        if dim is None:
-            return tuple(self.size(each) for each in range(self._example.ndim))
-        return self._recorder.record("call_method", "size", (self, dim), {}, self._example.size(dim))
-
-    def numel(self) -> Any:
-        return self._recorder.record("call_method", "numel", (self,), {}, self._example.numel())
-
-    def _refuse(self, what: str) -> Any:
-        raise CannotRecord(f"it depends on the value or the layout of a tensor or size ({what})")
-
-    def __len__(self) -> int:
-        return self._refuse("len")  # type: ignore[no-any-return]
-
-    def __iter__(self) -> Any:
-        return self._refuse("iteration")
-
-    def __bool__(self) -> bool:
-        if isinstance(self._example, torch.Tensor):
-            self._refuse("a branch")
-        return bool(self._recorder.expect(operator.ne, self, 0))
-
-    def _number(self) -> Any:
-        """A size as a plain number, which it then has to be in other calls too."""
-        if type(self._example) not in (int, float):
-            self._refuse("a number")
-        return self._recorder.expect(operator.eq, self, self._example) and self._example
-
-    def __int__(self) -> int:
-        return int(self._number())
-
-    def __float__(self) -> float:
-        return float(self._number())
-
-    def __index__(self) -> int:
-        return operator.index(self._number())
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse("writing to a part")
-
-    __hash__ = object.__hash__
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._recorder.call(operator.getitem, self, key)
-
-
-def _add_operators() -> None:
-    """The methods of `Symbol` that differ in name only."""
-
-    def refusing(name: str) -> Any:
-        return lambda self, *args, **kwargs: self._refuse(name)
-
-    def unary(function: Any) -> Any:
-        return lambda self: self._recorder.call(function, self)
-
-    def binary(function: Any) -> Any:
-        return lambda self, other: self._recorder.call(function, self, other)
-
-    def reflected(function: Any) -> Any:
-        return lambda self, other: self._recorder.call(function, other, self)
-
-    def comparison(function: Any) -> Any:
-        def compare(self: Symbol, other: Any) -> Any:
-            if type(self._example) in (int, float):
-                return self._recorder.expect(function, self, other)
-            if not isinstance(self._example, torch.Tensor):
-                return self._refuse("a comparison")
-            return self._recorder.call(function, self, other)
-
-        return compare
-
-    def in_place(function: Any) -> Any:
-        return lambda self, other: self._recorder.in_place(function, self, other)
-
-    for name in ("__contains__", "item", "tolist", "numpy", "stride"):
-        setattr(Symbol, name, refusing(name))
-    for name in ("is_contiguous", "data_ptr", "storage", "untyped_storage", "backward"):
-        setattr(Symbol, name, refusing(name))
-    for name in ("neg", "pos", "abs", "invert"):
-        setattr(Symbol, f"__{name}__", unary(getattr(operator, name)))
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
-        setattr(Symbol, f"__{name.rstrip('_')}__", binary(getattr(operator, name)))
-        setattr(Symbol, f"__r{name.rstrip('_')}__", reflected(getattr(operator, name)))
-    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        setattr(Symbol, f"__{name}__", comparison(getattr(operator, name)))
-    for name in ("add", "sub", "mul"):
-        setattr(Symbol, f"__i{name}__", in_place(getattr(operator, name)))
-
-
-_add_operators()
-
-
-class _Method:
-    """A method of a symbol, about to be called."""
-
-    def __init__(self, symbol: Symbol, name: str, rule: OpaqueRule | None) -> None:
-        self._symbol = symbol
-        self._name = name
-        self._rule = rule
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        symbol, name = self._symbol, self._name
-        recorder = symbol._recorder
-        if self._rule is not None:
-            recorder._has_effects = True
-            example = self._rule(symbol._example, *recorder.examples(args), **recorder.examples(kwargs))
-            return recorder.record("call_method", name, (symbol, *args), kwargs, example)
-        if name.endswith("_") and not name.endswith("__"):
-            return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            try:
-                example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
-            except RuntimeError:
-                if name != "view":
-                    raise
-                # Its source was a view of what an optimized convolution has left in another layout.
-                name = "reshape"
-                example = symbol._example.reshape(*recorder.examples(args), **recorder.examples(kwargs))
-        return recorder.record("call_method", name, (symbol, *args), kwargs, example)
 
 
 class _WeightsToo(TorchFunctionMode):
@@ -280,27 +79,6 @@ class _WeightsToo(TorchFunctionMode):
         return recorder.call(function, *args, **kwargs) if isinstance(result, torch.Tensor) else result
 
 
-def _symbols(value: Any) -> Any:
-    if type(value) is Symbol:
-        yield value
-    elif type(value) in (tuple, list):
-        for item in value:
-            yield from _symbols(item)
-    elif type(value) is dict:
-        yield from _symbols(list(value.values()))
-    elif type(value) is slice:
-        yield from _symbols((value.start, value.stop, value.step))
-
-
-def is_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(True for _ in _symbols((args, kwargs)))
-
-
-def recorder_of(*values: Any) -> Recorder:
-    recorder: Recorder = next(_symbols(values))._recorder
-    return recorder
-
-
 class Recorder:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -315,7 +93,7 @@ class Recorder:
         self._replaced_in_place: list[tuple[Node, Node]] = []
         self.watched: list[tuple[Any, str, Any]] = []
         self._expected: dict[tuple[Any, Any, Any], Any] = {}
-        self._has_effects = False
+        self.has_effects = False
 
     # ---- What forwards lead to ---------------------------------------------------------------------------------------
 
@@ -365,7 +143,7 @@ class Recorder:
         nodes = self._nodes((left, right))
         key = (function, *(node if isinstance(node, Node) else repr(node) for node in nodes))
         if key not in self._expected:
-            if self._has_effects:  # a call that turned out to be another one could not be begun again
+            if self.has_effects:  # a call that turned out to be another one could not be begun again
                 raise CannotRecord("it depends on a size after it has changed an object")
             self.graph.call_function(expect, (function, *nodes, outcome))
             self._expected[key] = outcome
@@ -471,7 +249,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         symbols.append(Symbol(recorder, node, example))
     attributes = [_Attributes(module) for module in root.modules()]
     try:
-        with torch.random.fork_rng(devices=[]), _isinstance.watch(), _WeightsToo(recorder):
+        with torch.random.fork_rng(devices=[]), isinstance_watch.watch(), _WeightsToo(recorder):
             result = forward(root, *fill(args, symbols), **fill(kwargs, symbols))
     finally:
         changed = [kept.module for kept in attributes if kept.restore()]

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
-from xopt.graph.record import is_symbolic, opaque_rules, recorder_of
+from xopt.graph.symbol import is_symbolic, opaque_rules, recorder_of
 from xopt.modules.attention import attend, can_attend
 from xopt.modules.base import Context, Replacement, own_forward
 from xopt.modules.linear import PackedProduct, product_problem

@@ -18,8 +18,9 @@ from torch import nn
 
 from xopt.config import Config
 from xopt.graph.program import EPOCH, Program, hooked
-from xopt.graph.record import CannotRecord, OtherSizes, Recorder, is_symbolic, record
+from xopt.graph.record import OtherSizes, Recorder, record
 from xopt.graph.signature import is_tensor, signature
+from xopt.graph.symbol import CannotRecord, is_symbolic
 from xopt.modules.base import Replacement, derive
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from xopt import ops  # noqa: F401 - loads them
-from xopt.graph.record import Symbol, recorder_of
+from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward, plain_parameter_problem, result_dtype
 from xopt.modules.folded_norm import folded
 from xopt.modules.linear import finished, fused_names

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
-from xopt.graph.record import Symbol, recorder_of
+from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, cast_parameter, derive, own_forward, plain_parameter_problem
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
-from xopt.graph.record import Symbol, recorder_of
+from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.activation import ACTIVATIONS
 from xopt.modules.base import (
     Context,

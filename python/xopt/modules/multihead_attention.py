@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from xopt.graph.record import is_symbolic, recorder_of
+from xopt.graph.symbol import is_symbolic, recorder_of
 from xopt.modules.attention import scaled_dot_product_attention
 from xopt.modules.base import (
     Context,

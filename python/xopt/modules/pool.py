@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from xopt import ops  # noqa: F401 - loads them
-from xopt.graph.record import Symbol, recorder_of
+from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
