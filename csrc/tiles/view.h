@@ -79,6 +79,7 @@ XOPT_INLINE void copy_run(DType dtype, const uint8_t* from, int64_t count, typen
 // The same for `rows` runs that begin `step` bytes apart, each into a row of the copy.
 template <class Block>
 void copy_runs(DType dtype, const uint8_t* from, int64_t step, int64_t rows, int64_t count, typename Block::A* to) {
+  if (count == 0) return;  // of an empty tensor, whose memory may be nowhere
   constexpr auto kSize = static_cast<int64_t>(sizeof(typename Block::A));
   if (!Block::kIsInt && dtype == (kSize == 4 ? DType::f32 : DType::bf16) &&
       static_cast<int64_t>(sizeof(typename Block::Round)) == kSize) {
