@@ -1,8 +1,10 @@
 // Nearest and linear interpolation. See upsample.h.
 // isa: scalar avx2 avx512 avx512_bf16
 //
-// With the channels last, what has to be mixed is whole runs of channels: of two pixels, or of four or eight where several
-// dimensions are mixed. The pixels around neighbouring outputs are the same or neighbours, so they are read from L1.
+// With the channels last, what is mixed or copied is whole runs of channels: of two pixels, or of four or eight where
+// several dimensions are mixed. The pixels around neighbouring outputs are the same or neighbours, so they come from L1.
+// The last vector of a pixel's channels is a whole one too: what it writes too much is the next pixel's, which is written
+// after it. So an image of 3 or 19 channels needs no loop over single values, but at the ends of its lines.
 #include "kernels/upsample.h"
 
 #include "runtime/parallel.h"
@@ -31,8 +33,9 @@ struct Lines {
   }
 };
 
+// `beyond`: how many values behind the channels may be read and written.
 template <int N, class T>
-XOPT_INLINE void mix(const T* const* pixels, const F* weights, int64_t channels, T* out) {
+XOPT_INLINE void mix(const T* const* pixels, const F* weights, int64_t channels, int64_t beyond, T* out) {
   const auto mixed = [&](int64_t c, int64_t count) {
     F sum = mul(load_first(pixels[0] + c, count), weights[0]);
 #pragma GCC unroll 8
@@ -40,7 +43,7 @@ XOPT_INLINE void mix(const T* const* pixels, const F* weights, int64_t channels,
     store_first(out + c, sum, count);
   };
   int64_t c = 0;
-  for (; c + kWidth <= channels; c += kWidth) mixed(c, kWidth);
+  for (; c + kWidth <= channels + beyond && c < channels; c += kWidth) mixed(c, kWidth);
   if (c < channels) mixed(c, channels - c);
 }
 
@@ -58,7 +61,8 @@ void mix_line(const UpsampleCall& call, const Lines<T>& lines, T* out) {
       pixels[i] = lines.data[line] + between.place[place] * v.in_stride[2];
       weights[i] = set1(kPlaces == 1 ? lines.weight[line] : lines.weight[line] * between.weight[place]);
     }
-    mix<kLines * kPlaces>(pixels, weights, v.channels, out);
+    const int64_t read = (v.in[2] - 1 - between.place[kPlaces - 1]) * v.in_stride[2];
+    mix<kLines * kPlaces>(pixels, weights, v.channels, minimum(read, (v.out[2] - 1 - w) * v.channels), out);
   }
 }
 
@@ -68,12 +72,23 @@ void mix_lines(const UpsampleCall& call, const Lines<T>& lines, T* out) {
   return lines.count == 2 ? mix_line<2, kPlaces>(call, lines, out) : mix_line<4, kPlaces>(call, lines, out);
 }
 
+XOPT_INLINE void copy_bytes(const uint8_t* from, int64_t bytes, uint8_t* to) {
+  constexpr int64_t kRun = 32;
+  if (bytes < kRun) {
+    __builtin_memcpy(to, from, static_cast<size_t>(bytes));
+    return;
+  }
+  for (int64_t i = 0; i + kRun <= bytes; i += kRun) __builtin_memcpy(to + i, from + i, kRun);
+  __builtin_memcpy(to + bytes - kRun, from + bytes - kRun, kRun);
+}
+
 template <class T>
-void copy_line(const UpsampleCall& call, const T* line, T* out) {
+void copy_pixels(const UpsampleCall& call, const T* line, T* out) {
   const PatchesView& v = call.input;
-  const auto bytes = static_cast<size_t>(v.channels) * sizeof(T);
+  const int64_t bytes = v.channels * static_cast<int64_t>(sizeof(T));
   for (int64_t w = 0; w < v.out[2]; ++w, out += v.channels) {
-    __builtin_memcpy(out, line + call.places[2][w].place[0] * v.in_stride[2], bytes);
+    const T* pixel = line + call.places[2][w].place[0] * v.in_stride[2];
+    copy_bytes(reinterpret_cast<const uint8_t*>(pixel), bytes, reinterpret_cast<uint8_t*>(out));
   }
 }
 
@@ -91,7 +106,7 @@ void upsample_of(const UpsampleCall& call) {
       const Lines<T> from(call, image, depth, call.places[1][line % v.out[1]]);
       T* out = static_cast<T*>(call.out) + line * values;
       if (nearest) {
-        copy_line(call, from.data[0], out);
+        copy_pixels(call, from.data[0], out);
       } else if (call.mixed[2]) {
         mix_lines<2>(call, from, out);
       } else {
