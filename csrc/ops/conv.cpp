@@ -13,7 +13,6 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "conv";
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
 
 Kernel<ConvFn> conv_f32("conv", "f32");
 Kernel<ConvFn> conv_bf16("conv", "bf16");
@@ -31,12 +30,7 @@ struct ConvArguments {
         dilation(stack.integers()),
         groups(stack.integer()),
         scale(stack.optional_tensor()),
-        activation(stack.string()),
-        alpha(stack.number()),
-        beta(stack.number()),
-        binary(stack.string()),
-        other(stack.optional_tensor()),
-        activation_last(stack.boolean()),
+        fused(stack),
         out_dtype(stack.optional_dtype_code()) {}
 
   Tensor input, packed;
@@ -45,11 +39,7 @@ struct ConvArguments {
   Integers stride, padding, dilation;
   int64_t groups;
   Tensor scale;
-  String activation;
-  double alpha, beta;
-  String binary;
-  Tensor other;
-  bool activation_last;
+  FusedArguments fused;
   std::optional<int32_t> out_dtype;
 };
 
@@ -165,7 +155,7 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   check_no_gradient({{kOp, "input", input},
                      {kOp, "bias", arguments.bias},
                      {kOp, "scale", arguments.scale},
-                     {kOp, "other", arguments.other}});
+                     {kOp, "other", arguments.fused.other}});
   const ConvLayout layout = weight_layout(arguments);
   check_input(input, layout);
   check_conv_packed(kOp, packed_header(kOp, arguments.packed), layout);
@@ -182,14 +172,9 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   Epilogue& epilogue = call.epilogue;
   epilogue.scale = column_vector(kOp, "scale", &arguments.scale, layout.out);
   epilogue.bias = column_vector(kOp, "bias", &arguments.bias, layout.out);
-  epilogue.activation = parse_activation(kOp, arguments.activation);
-  epilogue.alpha = static_cast<float>(arguments.alpha);
-  epilogue.beta = static_cast<float>(arguments.beta);
-  epilogue.binary = parse_binary(kOp, arguments.binary, arguments.other);
-  epilogue.activation_last = arguments.activation_last;
-  set_residual(&arguments.other, sizes, dims, &epilogue);
-  epilogue.out_dtype = parse_dtype(kOp, arguments.out_dtype ? "out_dtype" : "input",
-                                   arguments.out_dtype.value_or(input.dtype_code()), kFloating);
+  arguments.fused.set(kOp, &epilogue);
+  set_residual(&arguments.fused.other, sizes, dims, &epilogue);
+  epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
   Tensor out = Tensor::empty_channels_last(sizes, dims, epilogue.out_dtype);
   epilogue.out = out.mutable_data();
   epilogue.out_row_stride = layout.out;

@@ -10,8 +10,6 @@
 namespace xopt::ops {
 namespace {
 
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
-
 // Calls body(row, column, output channel, position) for each run of the matrix that holds a group's input channels of
 // one position for one output channel, with the place where it begins.
 template <class Body>

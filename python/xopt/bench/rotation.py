@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import xopt
 
 MIB = 1 << 20
 LARGEST_SET = 512 * MIB
-
-# glibc: parameters of mallopt and their defaults.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
-_DEFAULT_TRIM_THRESHOLD = 128 << 10
-_DEFAULT_MMAP_MAX = 65536
 
 
 @dataclass(frozen=True)
@@ -49,21 +41,12 @@ def plan_rotation(weight_bytes: int, caches: Caches, threads: int) -> Rotation:
     return Rotation(copies=copies, set_bytes=set_bytes, source=source)
 
 
-@contextmanager
-def outputs_kept_mapped() -> Iterator[None]:
+def outputs_kept_mapped() -> AbstractContextManager[object]:
     """Has malloc keep what is freed, as a caching allocator would.
 
     Otherwise every large output would be mapped anew, and all contenders would be timed mostly on page faults.
     """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):
-        yield
-        return
-    library.mallopt(_M_MMAP_MAX, 0)
-    library.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
     try:
-        yield
-    finally:
-        library.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
-        library.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD)
-        library.malloc_trim(0)
+        return xopt.runtime.memory_pool()
+    except RuntimeError:  # another allocator stands in malloc's place, and keeps what is freed by itself
+        return nullcontext()
