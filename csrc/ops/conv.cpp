@@ -2,22 +2,14 @@
 //
 // Input and output are logically [images, channels, spatial...] and lie in memory with the channels last: an input that
 // does not is copied first, the output always does.
-#include "kernels/conv.h"
-
-#include "ops/conv_layout.h"
+#include "ops/conv_call.h"
 #include "ops/gemm_arguments.h"
 #include "ops/images.h"
-#include "runtime/registry.h"
 
 namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "conv";
-
-Kernel<ConvFn> conv_f32("conv", "f32");
-Kernel<ConvFn> conv_bf16("conv", "bf16");
-Kernel<ConvFn> conv_f16("conv", "f16");
-Kernel<ConvFn> conv_depthwise("conv_depthwise", "f32");
 
 struct ConvArguments {
   explicit ConvArguments(Stack stack)
@@ -50,20 +42,6 @@ ConvLayout weight_layout(const ConvArguments& arguments) {
   return conv_layout(kOp, "weight_size", values, sizes.size(), sizes.text(), arguments.groups);
 }
 
-void check_input(const Tensor& input, const ConvLayout& layout) {
-  const Checked checked{kOp, "input", input};
-  checked.cpu();
-  checked.dtype(kFloating);
-  if (input.dims() != layout.dims + 2) {
-    checked.fail("expected ", layout.dims + 2, " dimensions [images, channels, spatial...] for this weight, got shape ",
-                 input.shape_text());
-  }
-  if (input.size(1) != layout.group_in * layout.groups) {
-    checked.fail("expected ", layout.group_in * layout.groups, " channels (", layout.group_in, " for each of ",
-                 layout.groups, " groups), got shape ", input.shape_text());
-  }
-}
-
 // Everything about the input but its strides and data.
 PatchesView geometry(const ConvArguments& arguments, const ConvLayout& layout) {
   const int64_t dims = layout.dims;
@@ -90,65 +68,6 @@ PatchesView geometry(const ConvArguments& arguments, const ConvLayout& layout) {
   return view;
 }
 
-// Images and spatial dimensions as the rows of a matrix.
-bool collapse_positions(const Tensor& tensor, RowsView* view) {
-  int64_t sizes[4], strides[4];
-  const int64_t count = tensor.dims() - 1;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t dim = i == 0 ? 0 : i + 1;
-    sizes[i] = tensor.size(dim);
-    strides[i] = tensor.stride(dim);
-  }
-  return collapse_rows(sizes, strides, count, view);
-}
-
-void set_residual(Tensor* other, const int64_t* sizes, int64_t dims, Epilogue* epilogue) {
-  if (!*other) return;
-  const Checked checked{kOp, "other", *other};
-  checked.cpu();
-  epilogue->other_dtype = checked.dtype(kFloating);
-  bool same = other->dims() == dims;
-  for (int64_t dim = 0; same && dim < dims; ++dim) same = other->size(dim) == sizes[dim];
-  if (!same) {
-    std::string expected;
-    for (int64_t dim = 0; dim < dims; ++dim) expected += (dim == 0 ? "" : ", ") + std::to_string(sizes[dim]);
-    checked.fail("expected the output's shape [", expected, "], got ", other->shape_text());
-  }
-  if (other->numel() == 0) return;
-  RowsView rows;
-  const int64_t count = other->numel() / other->size(1);
-  if (!is_channels_last(*other) || !collapse_positions(*other, &rows) || rows.inner_rows != count) {
-    *other = other->channels_last_copy();
-    collapse_positions(*other, &rows);
-  }
-  epilogue->other = other->data();
-  epilogue->other_row_stride = rows.row_stride;
-}
-
-bool is_product(const PatchesView& view, const ConvLayout& layout) {
-  bool plain = layout.groups == 1 && !layout.depthwise && layout.positions() == 1;
-  for (int i = 0; i < 3; ++i) plain = plain && view.stride[i] == 1 && view.in[i] == view.out[i] && view.padding[i] == 0;
-  return plain;
-}
-
-void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
-  RowsView rows;
-  if (is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &rows))) {
-    rows.data = call.input.data;
-    rows.dtype = call.input.dtype;
-    return run_gemm({call.images * output_positions(call.input), rows, call.weight, call.epilogue});
-  }
-  if (layout.depthwise) return conv_depthwise(call);
-  switch (call.weight.dtype) {
-    case DType::f32:
-      return conv_f32(call);
-    case DType::bf16:
-      return conv_bf16(call);
-    default:
-      return conv_f16(call);
-  }
-}
-
 void conv(StableIValue* stack, uint64_t, uint64_t) {
   ConvArguments arguments{Stack(stack)};
   Tensor& input = arguments.input;
@@ -157,7 +76,7 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
                      {kOp, "scale", arguments.scale},
                      {kOp, "other", arguments.fused.other}});
   const ConvLayout layout = weight_layout(arguments);
-  check_input(input, layout);
+  check_conv_input(kOp, input, layout.dims, layout.group_in, layout.groups);
   check_conv_packed(kOp, packed_header(kOp, arguments.packed), layout);
   ConvCall call{geometry(arguments, layout),
                 input.size(0),
@@ -173,7 +92,7 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   epilogue.scale = column_vector(kOp, "scale", &arguments.scale, layout.out);
   epilogue.bias = column_vector(kOp, "bias", &arguments.bias, layout.out);
   arguments.fused.set(kOp, &epilogue);
-  set_residual(&arguments.fused.other, sizes, dims, &epilogue);
+  set_residual(kOp, &arguments.fused.other, sizes, dims, &epilogue);
   epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
   Tensor out = Tensor::empty_channels_last(sizes, dims, epilogue.out_dtype);
   epilogue.out = out.mutable_data();
