@@ -9,13 +9,11 @@
 
 namespace xopt::XOPT_ISA {
 
-// Flushes to zero below e^-87 and overflows above e^88.37: in between no step makes a denormal, whose handling by
-// microcode would cost more than the whole function.
-XOPT_INLINE F exp(F x) {
-  constexpr float kLargest = 88.37F, kSmallest = -87.0F;
-  const F inside = min(set1(kLargest), max(set1(kSmallest), x));  // keeps NaN: it is the second operand
-  const F n = round_even(mul(inside, set1(1.44269504F)));
-  F r = fma(n, set1(-0.693359375F), inside);  // ln 2 in two parts, the first exact in few bits
+// e^x for x of -87 to 88.37, in which no step makes a denormal, whose handling by microcode would cost more than the
+// whole function.
+XOPT_INLINE F exp_inside(F x) {
+  const F n = round_even(mul(x, set1(1.44269504F)));
+  F r = fma(n, set1(-0.693359375F), x);  // ln 2 in two parts, the first exact in few bits
   r = fma(n, set1(2.12194440e-4F), r);
   F p = set1(1.3888889e-3F);
   p = fma(p, r, set1(8.3333333e-3F));
@@ -24,23 +22,33 @@ XOPT_INLINE F exp(F x) {
   p = fma(p, r, set1(0.5F));
   p = fma(p, r, set1(1.0F));
   p = fma(p, r, set1(1.0F));
-  const F y = select_less(set1(kLargest), x, set1(__builtin_inff()), scale_exponent(p, n));
+  return scale_exponent(p, n);
+}
+
+// Flushes to zero below, and overflows above.
+XOPT_INLINE F exp(F x) {
+  constexpr float kLargest = 88.37F, kSmallest = -87.0F;
+  const F inside = min(set1(kLargest), max(set1(kSmallest), x));  // keeps NaN: it is the second operand
+  const F y = select_less(set1(kLargest), x, set1(__builtin_inff()), exp_inside(inside));
   return select_less(x, set1(kSmallest), set1(0.0F), y);
 }
 
 XOPT_INLINE F sigmoid(F x) { return div(set1(1.0F), add(set1(1.0F), exp(sub(set1(0.0F), x)))); }
 
-XOPT_INLINE F tanh(F x) {
-  const F magnitude = abs(x);
-  const F e = exp(mul(magnitude, set1(-2.0F)));
-  const F large = div(sub(set1(1.0F), e), add(set1(1.0F), e));
-  // Below 0.25 the quotient cancels; an odd polynomial keeps the relative error small there.
+// tanh(x) of small magnitudes, where the quotient of exponentials cancels: an odd polynomial, of |x| below 0.25.
+XOPT_INLINE F small_tanh(F magnitude) {
   const F s = mul(magnitude, magnitude);
   F p = set1(-5.3968254e-2F);
   p = fma(p, s, set1(1.3333333e-1F));
   p = fma(p, s, set1(-3.3333333e-1F));
-  const F small = fma(mul(p, s), magnitude, magnitude);
-  return copy_sign(select_less(magnitude, set1(0.25F), small, large), x);
+  return fma(mul(p, s), magnitude, magnitude);
+}
+
+XOPT_INLINE F tanh(F x) {
+  const F magnitude = abs(x);
+  const F e = exp(mul(magnitude, set1(-2.0F)));
+  const F large = div(sub(set1(1.0F), e), add(set1(1.0F), e));
+  return copy_sign(select_less(magnitude, set1(0.25F), small_tanh(magnitude), large), x);
 }
 
 // The standard normal distribution minus a half, of |x|: half of erf(|x| / sqrt(2)). Exactly a half from 16/3 on, so that
