@@ -36,6 +36,8 @@ SCHEMAS = {
     "Tensor? batch_sizes=None, *, str cell, int hidden_size, int proj_size=0, int num_layers=1, bool bias=True, "
     "bool bidirectional=False, bool batch_first=False, ScalarType? out_dtype=None) "
     "-> (Tensor out, Tensor last_hidden, Tensor last_cell)",
+    "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
+    "float? scale_h=None, float? scale_w=None) -> Tensor",
     "conv_pack": "conv_pack(Tensor weight, int groups=1, *, ScalarType dtype) -> Tensor",
     "conv_unpack": "conv_unpack(Tensor packed, int[] weight_size, int groups, ScalarType dtype) -> Tensor",
     "layer_norm": "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, "
@@ -223,6 +225,14 @@ def samples_recurrent() -> Iterator[Call]:
         state = random(2, 3, N, dtype=dtype)
         yield (random(6, K), weights * 2, state, None, torch.tensor([3, 2, 1])), options | both
         yield (random(4, 0, K), weights), options
+
+
+def samples_upsample() -> Iterator[Call]:
+    for dtype, dims in itertools.product(FLOATS, (1, 2, 3)):
+        x = random(2, 6, *(6, 7, 5)[:dims], dtype=dtype)
+        yield (x, (9, 3, 10)[:dims], "nearest"), {}
+        yield (x.movedim(1, -1).contiguous().movedim(-1, 1), (9, 3, 10)[:dims], "linear"), {"align_corners": True}
+    yield (x[:0], (4, 5, 6), "linear"), {"scale_d": 2.0, "scale_w": 1.2}
 
 
 def samples_conv_pack() -> Iterator[Call]:

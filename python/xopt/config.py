@@ -52,6 +52,8 @@ class Config:
     """Activations and residual additions that follow a convolution are done within it."""
     pool_images: bool = True
     """Max and average pooling of images whose channels are last runs on xopt's kernels."""
+    upsample_images: bool = True
+    """Nearest and linear interpolation of images whose channels are last runs on xopt's kernels."""
     cast_embeddings: bool = True
     """Embedding tables are held in the optimized dtype."""
     concat_linear: bool = True

@@ -14,6 +14,7 @@ from torch import nn
 
 from xopt.config import Config
 from xopt.modules.packed_parameter import PackedParameter
+from xopt.ops.fakes import FLOATING
 
 
 @dataclass
@@ -124,7 +125,7 @@ def plain_parameter_problem(module: nn.Module, name: str) -> str | None:
         return f"its {name} is on device {parameter.device}"
     if parameter.layout != torch.strided:
         return f"its {name} has layout {parameter.layout}"
-    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if parameter.dtype not in FLOATING:
         return f"its {name} has dtype {parameter.dtype}"
     return None
 

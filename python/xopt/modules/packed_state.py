@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from xopt.modules.packed_parameter import PackedParameter
-
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+from xopt.ops.fakes import FLOATING
 
 
 class PackedState(nn.Module):

@@ -24,8 +24,9 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.packed_parameter import PackedParameter
-from xopt.modules.packed_state import FLOATING, PackedState
+from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
+from xopt.ops.fakes import FLOATING
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _recurrent = torch.ops.xopt.recurrent.default
