@@ -246,7 +246,8 @@ def test_dtypes_under_autocast_are_torchs(kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cells(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for options in ({}, {"bias": False}, *([{"nonlinearity": "relu"}] if kind == "RNNCell" else [])):
+    variants: list[dict[str, Any]] = [{}, {"bias": False}]
+    for options in [*variants, *([{"nonlinearity": "relu"}] if kind == "RNNCell" else [])]:
         source = CELLS[kind](FEATURES, UNITS, **options).eval()
         exact, optimized = copy.deepcopy(source).double(), xopt.optimize(source, dtype=dtype)
         assert isinstance(optimized.weight_hh, PackedParameter)
@@ -276,8 +277,9 @@ def test_switches_and_reasons() -> None:
     entries = {entry.path: entry for entry in xopt.report(xopt.optimize(model.eval())).entries}
     assert entries["own"].detail == "it has a forward of its own"
     assert "parametrization" in entries["normed"].detail
-    for options in ({"config": xopt.Config(recurrent_prepack=False)}, {"optimize_lstm": False}):
-        kept = xopt.optimize(made("LSTM"), dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+    variants: list[dict[str, Any]] = [{"config": xopt.Config(recurrent_prepack=False)}, {"optimize_lstm": False}]
+    for options in variants:
+        kept = xopt.optimize(made("LSTM"), dtype=torch.bfloat16, **options)
         assert type(kept.weight_hh_l0) is nn.Parameter
         assert xopt.report(kept).optimized_linear_share == 0.0
 
