@@ -10,20 +10,33 @@
 namespace xopt::XOPT_ISA {
 
 // e^x for x of -87 to 88.37, in which no step makes a denormal, whose handling by microcode would cost more than the
-// whole function.
-XOPT_INLINE F exp_inside(F x) {
-  const F n = round_even(mul(x, set1(1.44269504F)));
-  F r = fma(n, set1(-0.693359375F), x);  // ln 2 in two parts, the first exact in few bits
-  r = fma(n, set1(2.12194440e-4F), r);
+// whole function. Several vectors go through it side by side: alone, each step waits for the one before.
+template <int64_t N>
+XOPT_INLINE void exp_inside(F (&x)[N]) {
+  F n[N], r[N], p[N];
+#pragma GCC unroll 4
+  for (int64_t v = 0; v < N; ++v) n[v] = round_even(mul(x[v], set1(1.44269504F)));
+#pragma GCC unroll 4
+  for (int64_t v = 0; v < N; ++v) {
+    r[v] = fma(n[v], set1(-0.693359375F), x[v]);  // ln 2 in two parts, the first exact in few bits
+    r[v] = fma(n[v], set1(2.12194440e-4F), r[v]);
+    p[v] = set1(1.38145394e-3F);
+  }
   // Of this degree the closest polynomial with e^r's first two terms, within 3e-9 of it: Taylor's is 1.2e-7 away.
-  F p = set1(1.38145394e-3F);
-  p = fma(p, r, set1(8.36874545e-3F));
-  p = fma(p, r, set1(4.1668389e-2F));
-  p = fma(p, r, set1(1.66665211e-1F));
-  p = fma(p, r, set1(0.49999994F));
-  p = fma(p, r, set1(1.0F));
-  p = fma(p, r, set1(1.0F));
-  return scale_exponent(p, n);
+  constexpr float kLower[] = {8.36874545e-3F, 4.1668389e-2F, 1.66665211e-1F, 0.49999994F, 1.0F, 1.0F};
+#pragma GCC unroll 6
+  for (const float c : kLower) {
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < N; ++v) p[v] = fma(p[v], r[v], set1(c));
+  }
+#pragma GCC unroll 4
+  for (int64_t v = 0; v < N; ++v) x[v] = scale_exponent(p[v], n[v]);
+}
+
+XOPT_INLINE F exp_inside(F x) {
+  F one[1] = {x};
+  exp_inside(one);
+  return one[0];
 }
 
 // Flushes to zero below, and overflows above.
