@@ -380,11 +380,18 @@ def test_a_block_with_a_recurrent_layer_is_recorded() -> None:
         torch.testing.assert_close(model(longer), again(longer))
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_torch_compile(kind: str) -> None:
-    torch._dynamo.reset()
-    model = xopt.optimize(Tagger(kind).eval(), dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", [*KINDS, "cells"])
+def test_compile_and_export(name: str) -> None:
+    source = Speller() if name == "cells" else Tagger(name)
+    model = xopt.optimize(source.eval(), dtype=torch.bfloat16)
     words = torch.randint(0, 50, (3, 9))
     with torch.no_grad():
-        compiled = torch.compile(model, backend="aot_eager")
-        torch.testing.assert_close(compiled(words), model(words))
+        expected = model(words)
+        # torch refuses recurrent layers in one graph, whosever they are, unless it is told not to.
+        for allowed in (False, True):
+            torch._dynamo.reset()
+            with torch._dynamo.config.patch(allow_rnn=allowed):
+                compiled = torch.compile(model, fullgraph=allowed, backend="aot_eager")
+                torch.testing.assert_close(compiled(words), expected)
+        exported = torch.export.export(model, (words,)).module()
+        torch.testing.assert_close(exported(words), expected, rtol=0, atol=1e-2)
