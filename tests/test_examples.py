@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = sorted((pathlib.Path(__file__).parent.parent / "examples").glob("*.py"))
 SMALL = {
     "bert_bf16.py": ["--size", "tiny", "--tokens", "16", "--rounds", "1"],
+    "lstm_tagger.py": ["--size", "tiny", "--words", "9", "--rounds", "1"],
     "multi_instance.py": ["--size", "tiny", "--tokens", "16", "--seconds", "0.1"],
     "multi_stream.py": ["--size", "32", "--batch", "3", "--rounds", "1"],
     "resnet50_fp32.py": ["--size", "tiny", "--rounds", "1"],
