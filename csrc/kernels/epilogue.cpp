@@ -75,6 +75,51 @@ XOPT_INLINE void store_columns(const Epilogue& e, int64_t out, const F* x, int64
   }
 }
 
+// Goes down the rows of the output.
+class OutRows {
+ public:
+  OutRows(const Epilogue& e, int64_t row) : positions_(e.positions) {
+    if (positions_ == nullptr) {
+      next_ = row * e.out_row_stride;
+      step_ = e.out_row_stride;
+      return;
+    }
+    for (int i = 2; i >= 0; --i) {
+      at_[i] = row % positions_->size[i];
+      row /= positions_->size[i];
+      next_ += at_[i] * positions_->stride[i];
+    }
+    next_ += row * positions_->image_stride;
+    step_ = positions_->stride[2];
+    left_ = positions_->size[2] - at_[2];
+  }
+
+  // The place of a row's first element; the next row comes next.
+  XOPT_INLINE int64_t next() {
+    const int64_t place = next_;
+    next_ += step_;
+    if (--left_ == 0) begin_line();
+    return place;
+  }
+
+ private:
+  void begin_line() {
+    const OutPositions& p = *positions_;
+    left_ = p.size[2];
+    next_ += p.stride[1] - p.size[2] * p.stride[2];
+    if (++at_[1] < p.size[1]) return;
+    at_[1] = 0;
+    next_ += p.stride[0] - p.size[1] * p.stride[1];
+    if (++at_[0] < p.size[0]) return;
+    at_[0] = 0;
+    next_ += p.image_stride - p.size[0] * p.stride[0];
+  }
+
+  const OutPositions* positions_;
+  int64_t next_ = 0, step_ = 0, left_ = INT64_MAX;
+  int64_t at_[3] = {0, 0, 0};
+};
+
 enum class Other { none, given };
 
 template <class Acc, Activation A, Out O, Other B>
@@ -82,9 +127,10 @@ void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin
   constexpr int64_t kVectors = 2 * kTileVectors;
   const Epilogue& e = call.epilogue;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
+  OutRows rows(e, strip.out_row + begin);
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
-    const int64_t other = (strip.row + row) * e.other_row_stride + strip.column;
+    const int64_t out = rows.next() + strip.column;
+    const int64_t other = e.positions != nullptr ? out : (strip.row + row) * e.other_row_stride + strip.column;
     for (int64_t panel = 0; panel * kPanelColumns < strip.columns; ++panel) {
       const int64_t first = panel * kPanelColumns, columns = strip.columns - first;
       F x[kVectors];
