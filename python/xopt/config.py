@@ -40,6 +40,8 @@ class Config:
 
     weights_prepack: bool = True
     """Linear layers get packed weights and run on xopt's kernels."""
+    recurrent_prepack: bool = True
+    """LSTM, GRU and plain recurrent layers and cells get packed weights and run on xopt's kernels."""
     conv_prepack: bool = True
     """Convolutions get packed weights and run on xopt's kernels, with the channels last in memory."""
     conv_bn_folding: bool = True

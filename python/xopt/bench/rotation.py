@@ -10,6 +10,7 @@ import xopt
 
 MIB = 1 << 20
 LARGEST_SET = 512 * MIB
+MOST_COPIES = 1024  # of a weight that is small beside its images: what it is read from does not matter then
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Rotation:
 
 
 def plan_rotation(weight_bytes: int, caches: Caches, threads: int) -> Rotation:
-    """At least two copies and twice all L2 together; twice the last-level cache too, up to LARGEST_SET."""
+    """At least two copies and twice all L2 together, and twice the last-level cache; not past either bound."""
     wanted = max(2 * threads * caches.l2_bytes, min(2 * caches.last_level_bytes, LARGEST_SET))
-    copies = max(2, math.ceil(wanted / weight_bytes))
+    copies = min(MOST_COPIES, max(2, math.ceil(wanted / weight_bytes)))
     set_bytes = copies * weight_bytes
     source = "memory" if set_bytes > caches.last_level_bytes else "last-level cache"
     return Rotation(copies=copies, set_bytes=set_bytes, source=source)

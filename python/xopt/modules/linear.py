@@ -32,7 +32,7 @@ def place_of(weight: Any) -> Place | None:
     if type(weight) is not PackedParameter:
         return None
     place = weight.place
-    return place if place.in_pair is None and place.groups is None else None
+    return place if place.in_pair is None and place.groups is None and place.gates is None else None
 
 
 class PackedProduct(PackedState):
