@@ -22,6 +22,9 @@ Tensor = torch.Tensor
 _packing = threading.Lock()  # several threads may run one model, and whichever comes first packs weights together
 
 
+Taps = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 class Place(NamedTuple):
     """Where a weight lies. One value, so that a thread that uses it never sees half of a move."""
 
@@ -37,6 +40,8 @@ class Place(NamedTuple):
     """The groups of a convolution, whose weight it is; None: a linear layer's."""
     gates: int | None = None
     """The gates of a recurrent layer, whose rows `torch.ops.xopt.recurrent` wants by blocks of units; None: plain."""
+    taps: Taps | None = None
+    """Stride and dilation of a transposed convolution, which tell where its weight lies; None: it is none."""
 
 
 class PackedParameter(nn.Parameter):
@@ -83,10 +88,11 @@ class PackedParameter(nn.Parameter):
         transposed: bool = False,
         groups: int | None = None,
         gates: int | None = None,
+        taps: Taps | None = None,
     ) -> PackedParameter:
         features = weight.shape[1 if transposed else 0]
-        packed = _pack(_rows(weight, transposed), dtype, groups, gates)
-        return cls(Place(packed, features, groups=groups, gates=gates), weight.shape, dtype, transposed)
+        packed = _pack(_rows(weight, transposed), dtype, groups, gates, taps)
+        return cls(Place(packed, features, groups=groups, gates=gates, taps=taps), weight.shape, dtype, transposed)
 
     def unpack(self) -> Tensor:
         """The logical weight. While a copy is in use, the same one is given out, so that tied weights stay tied."""
@@ -102,8 +108,10 @@ class PackedParameter(nn.Parameter):
         return values.t().contiguous() if self.transposed else values
 
     def _unpack_rows(self) -> Tensor:
-        packed, features, first_column, in_pair, groups, gates = self.place
+        packed, features, first_column, in_pair, groups, gates, taps = self.place
         with torch.no_grad():
+            if taps is not None:
+                return torch.ops.xopt.conv_transpose_unpack(packed, self.shape, groups, *taps, self.dtype)  # type: ignore[no-any-return]
             if groups is not None:
                 return torch.ops.xopt.conv_unpack(packed, self.shape, groups, self.dtype)  # type: ignore[no-any-return]
             rows, columns = self.out_features, self.in_features
@@ -124,7 +132,8 @@ class PackedParameter(nn.Parameter):
 
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
-        packed = _pack(_rows(weight, self.transposed), self.dtype, self.place.groups, self.place.gates)
+        place = self.place
+        packed = _pack(_rows(weight, self.transposed), self.dtype, place.groups, place.gates, place.taps)
         if self.is_packed_alone:
             self.packed.copy_(packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
@@ -182,8 +191,12 @@ class PackedParameter(nn.Parameter):
         return f"PackedParameter({self.unpack()!r})"
 
 
-def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | None) -> Tensor:
+def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | None, taps: Taps | None) -> Tensor:
     with torch.no_grad():
+        if taps is not None:
+            stride, dilation = taps
+            pack = torch.ops.xopt.conv_transpose_pack
+            return pack(weight.detach(), groups, stride=stride, dilation=dilation, dtype=dtype)  # type: ignore[no-any-return]
         if groups is not None:
             return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
         rows = weight.detach() if gates is None else _in_blocks(weight.detach(), gates)
