@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,49 @@ def test_alone() -> None:
     model(leaf).sum().backward()
     assert leaf.grad is not None
     assert torch.allclose(model.double()(x.double()), source.double()(x.double()))
+
+
+def test_neighbours_as_one_pixel() -> None:
+    """Geometries of which some are computed in blocks (`wide_taps.py`), each with all sizes of its output."""
+    found = 0
+    for channels, kernel, stride, padding, extra, dilation in itertools.product(
+        (3, 16, 40), (1, 2, 4, 5), (2, 3), (0, 1, 3), (0, 1), (1, 2)
+    ):
+        source = nn.ConvTranspose2d(
+            6, channels, (2, kernel), (2, stride), (0, padding), (0, extra), 1, True, (1, dilation)
+        )
+        x = last(torch.randn(2, 6, 3, 5))
+        if 4 * stride - 2 * padding + dilation * (kernel - 1) + extra + 1 < 1:
+            continue
+        model: Any = xopt.optimize(copy.deepcopy(source).eval())
+        found += model.weight.place.taps.wide is not None
+        assert torch.equal(model.state_dict()["weight"], source.weight)
+        with torch.no_grad():
+            natural = source(x)
+            least = natural.shape[-1] - extra
+            for width in {least, natural.shape[-1], least + stride - 1}:
+                expected = source(x, output_size=(6, width)) if width > 0 else natural
+                result = model(x, output_size=(6, width)) if width > 0 else model(x)
+                assert torch.allclose(result, expected, atol=1e-5), (channels, kernel, stride, padding, extra, dilation)
+                assert result.is_contiguous(memory_format=torch.channels_last)
+    assert found > 20
+
+
+def test_blocks_with_a_residual() -> None:
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm = nn.ConvTranspose2d(8, 6, 2, 2, bias=False), nn.BatchNorm2d(6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.up(x)) + y)
+
+    source, x, y = settled(Ends()), last(torch.randn(2, 8, 3, 4)), torch.randn(2, 6, 6, 8)
+    model = xopt.optimize(source)
+    with torch.no_grad():
+        for each in (y, last(y), last(torch.cat([y, y], 1))[:, 3:9]):
+            assert torch.allclose(model(x, each), source(x, each), atol=1e-5)
+    assert fused_in(model) == ["conv_transpose+batch_norm+add+relu"]
 
 
 def test_keys_values_and_copies() -> None:

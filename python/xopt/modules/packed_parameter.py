@@ -16,13 +16,31 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from xopt.modules.wide_taps import Wide, narrowed, widened
+
 Tensor = torch.Tensor
 
 
 _packing = threading.Lock()  # several threads may run one model, and whichever comes first packs weights together
 
 
-Taps = tuple[tuple[int, ...], tuple[int, ...]]
+class Taps(NamedTuple):
+    """What the packed form of a transposed convolution's weight depends on."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    wide: Wide | None
+
+    def packed_geometry(self) -> dict[str, tuple[int, ...]]:
+        """Stride and dilation that the operator is told."""
+        if self.wide is None:
+            return {"stride": self.stride, "dilation": self.dilation}
+        return {"stride": (*self.stride[:-1], 1), "dilation": (*self.dilation[:-1], 1)}
+
+    def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        if self.wide is None:
+            return tuple(shape)
+        return (shape[0], shape[1] * self.wide.stride, *shape[2:-1], self.wide.wide_kernel)
 
 
 class Place(NamedTuple):
@@ -41,7 +59,7 @@ class Place(NamedTuple):
     gates: int | None = None
     """The gates of a recurrent layer, whose rows `torch.ops.xopt.recurrent` wants by blocks of units; None: plain."""
     taps: Taps | None = None
-    """Stride and dilation of a transposed convolution, which tell where its weight lies; None: it is none."""
+    """Of a transposed convolution, whose weight it is; None: of something else."""
 
 
 class PackedParameter(nn.Parameter):
@@ -111,7 +129,10 @@ class PackedParameter(nn.Parameter):
         packed, features, first_column, in_pair, groups, gates, taps = self.place
         with torch.no_grad():
             if taps is not None:
-                return torch.ops.xopt.conv_transpose_unpack(packed, self.shape, groups, *taps, self.dtype)  # type: ignore[no-any-return]
+                shape, geometry = taps.packed_shape(self.shape), taps.packed_geometry()
+                unpack = torch.ops.xopt.conv_transpose_unpack
+                values = unpack(packed, shape, groups, **geometry, dtype=self.dtype)
+                return values if taps.wide is None else narrowed(values, taps.wide)
             if groups is not None:
                 return torch.ops.xopt.conv_unpack(packed, self.shape, groups, self.dtype)  # type: ignore[no-any-return]
             rows, columns = self.out_features, self.in_features
@@ -194,9 +215,9 @@ class PackedParameter(nn.Parameter):
 def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | None, taps: Taps | None) -> Tensor:
     with torch.no_grad():
         if taps is not None:
-            stride, dilation = taps
+            values = weight.detach() if taps.wide is None else widened(weight.detach(), taps.wide)
             pack = torch.ops.xopt.conv_transpose_pack
-            return pack(weight.detach(), groups, stride=stride, dilation=dilation, dtype=dtype)  # type: ignore[no-any-return]
+            return pack(values, groups, **taps.packed_geometry(), dtype=dtype)  # type: ignore[no-any-return]
         if groups is not None:
             return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
         rows = weight.detach() if gates is None else _in_blocks(weight.detach(), gates)

@@ -47,8 +47,9 @@ class Upsample(Replacement, nn.Upsample):
         return "interpolates with the channels last"
 
     def forward(self, input: Any) -> Tensor:
-        if type(input) is Symbol:  # recorded as the call that it is
-            return super().forward(input)
+        if type(input) is Symbol:
+            symbol: Any = input
+            return super().forward(symbol)  # recorded as the call of F.interpolate that it is
         return interpolate(
             input,
             self.size,
