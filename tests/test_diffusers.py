@@ -35,8 +35,12 @@ def vae() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], tuple[tuple[int, ...], ...], set[str]]] = {
-    "unet": (unet, ((2, 4, 16, 16), (2, 7, 32)), {"attention", "merged linear", "group_norm+silu", "conv+add"}),
-    "vae": (vae, ((1, 3, 32, 32),), {"attention", "group_norm+silu", "conv+add"}),
+    "unet": (
+        unet,
+        ((2, 4, 16, 16), (2, 7, 32)),
+        {"attention", "merged linear", "group_norm+silu", "conv+add", "gated halves (gelu_erf)", "upsample"},
+    ),
+    "vae": (vae, ((1, 3, 32, 32),), {"attention", "group_norm+silu", "conv+add", "upsample"}),
 }
 
 

@@ -54,6 +54,8 @@ class Place(NamedTuple):
     """Where this weight begins in it."""
     in_pair: int | None = None
     """Which of the two weights of a gated pair it is, for `torch.ops.xopt.linear_gated`; None: no such pair."""
+    gate_half: int | None = None
+    """Which half of this weight's rows is the gate, where its halves are a gated pair; None: they are none."""
     groups: int | None = None
     """The groups of a convolution, whose weight it is; None: a linear layer's."""
     gates: int | None = None
@@ -126,7 +128,7 @@ class PackedParameter(nn.Parameter):
         return values.t().contiguous() if self.transposed else values
 
     def _unpack_rows(self) -> Tensor:
-        packed, features, first_column, in_pair, groups, gates, taps = self.place
+        packed, features, first_column, in_pair, gate_half, groups, gates, taps = self.place
         with torch.no_grad():
             if taps is not None:
                 shape, geometry = taps.packed_shape(self.shape), taps.packed_geometry()
@@ -139,6 +141,9 @@ class PackedParameter(nn.Parameter):
             if gates is not None:
                 blocks = torch.ops.xopt.linear_unpack(packed, _block_rows(rows, gates), columns, self.dtype)
                 return _from_blocks(blocks, gates, rows)
+            if gate_half is not None:
+                halves = torch.ops.xopt.linear_unpack_gated(packed, rows // 2, columns, self.dtype)
+                return torch.cat(halves if gate_half == 0 else halves[::-1])
             if in_pair is not None:
                 pair = torch.ops.xopt.linear_unpack_gated(packed, rows, columns, self.dtype)
                 return pair[in_pair]  # type: ignore[no-any-return]
@@ -149,7 +154,8 @@ class PackedParameter(nn.Parameter):
 
     @property
     def is_packed_alone(self) -> bool:
-        return self.place.in_pair is None and self.place.features == self.out_features
+        place = self.place
+        return place.in_pair is None and place.gate_half is None and place.features == self.out_features
 
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
@@ -278,6 +284,20 @@ def pack_as_pair(gate: PackedParameter, up: PackedParameter) -> bool:
             packed = torch.ops.xopt.linear_pack_gated(*rows, dtype=gate.dtype)
         gate.place = Place(packed, gate.out_features, in_pair=0)
         up.place = Place(packed, up.out_features, in_pair=1)
+        return True
+
+
+def pack_as_halves(weight: PackedParameter, gate: int) -> bool:
+    """The same for the two halves of one weight's rows, of which `gate` tells the gate's."""
+    with _packing:
+        if weight.place.gate_half == gate:
+            return True
+        if not weight.is_packed_alone or weight.out_features % 2 != 0:
+            return False
+        with torch.no_grad():
+            halves = _rows(weight.unpack(), weight.transposed).chunk(2)
+            packed = torch.ops.xopt.linear_pack_gated(halves[gate], halves[1 - gate], dtype=weight.dtype)
+        weight.place = Place(packed, weight.out_features, gate_half=gate)
         return True
 
 
