@@ -163,6 +163,8 @@ class PackedParameter(nn.Parameter):
         packed = _pack(_rows(weight, self.transposed), self.dtype, place.groups, place.gates, place.taps)
         if self.is_packed_alone:
             self.packed.copy_(packed)
+            if not self.packed.is_inference():  # a dispatched operator's own writing is not counted
+                torch.autograd.graph.increment_version(self.packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
             self.place = Place(packed, self.out_features)
         self._unpacked = None
