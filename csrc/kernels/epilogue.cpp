@@ -110,21 +110,66 @@ XOPT_INLINE void store_columns(const Epilogue& e, int64_t out, const F* x, int64
   }
 }
 
+// Goes down the rows of the output.
+class OutRows {
+ public:
+  OutRows(const Epilogue& e, int64_t row) : positions_(e.positions) {
+    if (positions_ == nullptr) {
+      next_ = row * e.out_row_stride;
+      step_ = e.out_row_stride;
+      return;
+    }
+    for (int i = 2; i >= 0; --i) {
+      at_[i] = row % positions_->size[i];
+      row /= positions_->size[i];
+      next_ += at_[i] * positions_->stride[i];
+    }
+    next_ += row * positions_->image_stride;
+    step_ = positions_->stride[2];
+    left_ = positions_->size[2] - at_[2];
+  }
+
+  // The place of a row's first element; the next row comes next.
+  XOPT_INLINE int64_t next() {
+    const int64_t place = next_;
+    next_ += step_;
+    if (--left_ == 0) begin_line();
+    return place;
+  }
+
+ private:
+  void begin_line() {
+    const OutPositions& p = *positions_;
+    left_ = p.size[2];
+    next_ += p.stride[1] - p.size[2] * p.stride[2];
+    if (++at_[1] < p.size[1]) return;
+    at_[1] = 0;
+    next_ += p.stride[0] - p.size[1] * p.stride[1];
+    if (++at_[0] < p.size[0]) return;
+    at_[0] = 0;
+    next_ += p.image_stride - p.size[0] * p.stride[0];
+  }
+
+  const OutPositions* positions_;
+  int64_t next_ = 0, step_ = 0, left_ = INT64_MAX;
+  int64_t at_[3] = {0, 0, 0};
+};
+
 enum class Other { none, given };
 
-// Rows of one panel.
+// Rows of one panel; `rows` is at the first of them.
 template <class Acc, Activation A, Out O, Other B>
-XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, int64_t panel, int64_t begin,
-                              int64_t end) {
+XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, OutRows rows, int64_t panel,
+                              int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
   const int64_t first = panel * kPanelColumns, columns = strip.columns - first;
-  const int64_t out_stride = e.out_row_stride, other_stride = e.other_row_stride;
+  const int64_t other_stride = e.other_row_stride;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
   PanelSums<Acc> panel_sums(call, strip, panel);
   const auto* sums = static_cast<const Acc*>(strip.acc) + panel * strip.acc_panel_stride + begin * kPanelColumns;
-  int64_t out = (strip.out_row + begin) * out_stride + strip.column + first;
-  int64_t other = (strip.row + begin) * other_stride + strip.column + first;
-  for (int64_t row = begin; row < end; ++row, sums += kPanelColumns, out += out_stride, other += other_stride) {
+  for (int64_t row = begin; row < end; ++row, sums += kPanelColumns) {
+    const int64_t out = rows.next() + strip.column + first;
+    const int64_t other = e.positions != nullptr ? out : (strip.row + row) * other_stride + strip.column + first;
     F x[kPanelVectors];
     panel_sums.begin_row(row);
 #pragma GCC unroll 8
@@ -151,10 +196,11 @@ XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, 
 // Several panels are done row by row, so that a row of the output is written in one go.
 template <class Acc, Activation A, Out O, Other B>
 void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
-  if (strip.columns <= kPanelColumns) return finish_panel<Acc, A, O, B>(call, strip, 0, begin, end);
-  for (int64_t row = begin; row < end; ++row) {
+  OutRows rows(call.epilogue, strip.out_row + begin);
+  if (strip.columns <= kPanelColumns) return finish_panel<Acc, A, O, B>(call, strip, rows, 0, begin, end);
+  for (int64_t row = begin; row < end; ++row, rows.next()) {
     for (int64_t panel = 0; panel * kPanelColumns < strip.columns; ++panel) {
-      finish_panel<Acc, A, O, B>(call, strip, panel, row, row + 1);
+      finish_panel<Acc, A, O, B>(call, strip, rows, panel, row, row + 1);
     }
   }
 }

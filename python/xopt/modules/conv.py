@@ -17,7 +17,7 @@ from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward, result_dtype
 from xopt.modules.folded_norm import folded
-from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.packed_parameter import PackedParameter, Taps
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
@@ -39,24 +39,14 @@ class PackedConv(Replacement, PackedState, _ConvNd):
     def why_not(cls, module: _ConvNd, context: Context) -> str | None:
         kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
         if kind is None:
-            return "transposed convolutions are left to torch"
+            return f"there is no kernel for a {type(module).__name__}"
         if own_forward(module, kind) or type(module)._conv_forward is not kind._conv_forward:
             return "it has a forward of its own"
         return product_problem(module)
 
     @classmethod
     def replace(cls, module: _ConvNd, context: Context) -> str:
-        weight = module.weight
-        packed = context.replaced.get(id(weight))
-        if packed is None:
-            packed = PackedParameter.pack(weight, context.target(weight), groups=module.groups)
-            context.replaced[id(weight)] = packed
-        elif type(packed) is not PackedParameter or packed.place.groups != module.groups:
-            return "left to torch: its weight is shared with a layer of another kind"
-        module.__dict__[_CHANNELS_LAST] = weight.stride(1) == 1 and not weight.is_contiguous()
-        module._parameters["weight"] = packed
-        module.__class__ = derive(cls, type(module))
-        return f"packed as {str(packed.dtype).removeprefix('torch.')}"
+        return pack_convolution(cls, module, context, None)
 
     def forward(self, input: Any) -> torch.Tensor:
         if type(input) is Symbol:
@@ -72,14 +62,34 @@ class PackedConv(Replacement, PackedState, _ConvNd):
         return self._conv_forward(input, weight, bias)
 
 
+def pack_convolution(replacement: type[Replacement], module: _ConvNd, context: Context, taps: Taps | None) -> str:
+    """Changes a convolution in place, or one with these taps, a transposed one; what was done."""
+    weight = module.weight
+    packed = context.replaced.get(id(weight))
+    if packed is None:
+        packed = PackedParameter.pack(weight, context.target(weight), groups=module.groups, taps=taps)
+        context.replaced[id(weight)] = packed
+    elif type(packed) is not PackedParameter or (packed.place.groups, packed.place.taps) != (module.groups, taps):
+        return "left to torch: its weight is shared with a layer of another kind"
+    module.__dict__[_CHANNELS_LAST] = weight.stride(1) == 1 and not weight.is_contiguous()
+    module._parameters["weight"] = packed
+    module.__class__ = derive(replacement, type(module))
+    return f"packed as {str(packed.dtype).removeprefix('torch.')}"
+
+
 def has_packed_weight(module: nn.Module) -> bool:
     weight = module._parameters["weight"]
-    return type(weight) is PackedParameter and weight.place.groups is not None
+    return type(weight) is PackedParameter and weight.place.groups is not None and weight.place.taps is None
 
 
 def computes_channels_last(module: nn.Module) -> bool:
     """Whether a layer answers with the channels last whatever it is given."""
     return bool(module.__dict__.get(_CHANNELS_LAST))
+
+
+def keeps_channels_last(module: nn.Module, input: torch.Tensor) -> bool:
+    """Whether its answer to this input has the channels last."""
+    return computes_channels_last(module) or input.stride(1) == 1
 
 
 def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> torch.Tensor:
@@ -90,7 +100,7 @@ def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: 
         if other is not None:
             options["other"] = other.unsqueeze(0)
         return run(module, input.unsqueeze(0), bias, **options).squeeze(0)
-    keeps_channels_last = module.__dict__[_CHANNELS_LAST] or input.stride(1 if input.dim() > 1 else 0) == 1
+    keeps = keeps_channels_last(module, input)
     padding = _padding(module)
     if module.padding_mode != "zeros":
         # Modules keep these amounts in the order that pad takes; the operator then pads no more.
@@ -107,7 +117,7 @@ def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: 
         groups=module.groups,
         **options,
     )
-    return result if keeps_channels_last else result.contiguous()
+    return result if keeps else result.contiguous()
 
 
 def _padding(module: Any) -> list[int]:
