@@ -340,10 +340,6 @@ def test_compile_and_export() -> None:
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "transposed": (lambda: nn.ConvTranspose2d(3, 4, 2), "transposed convolutions are left to torch"),
-    "weight_norm": (
-        lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 2)),
-        "parametrization",
-    ),
     "double": (lambda: nn.Conv2d(3, 4, 2).double(), "dtype torch.float64"),
 }
 

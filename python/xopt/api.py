@@ -16,6 +16,7 @@ from xopt import config as settings
 from xopt.config import Config
 from xopt.modules.base import Context
 from xopt.modules.block import make_block
+from xopt.modules.computed_weight import is_computed
 from xopt.modules.root import make_root
 from xopt.plan.plan import Decision, make_plan
 from xopt.report import ATTRIBUTE, Entry, Report
@@ -201,6 +202,8 @@ def _left(decisions: list[Decision], reason: str) -> tuple[Entry, ...]:
 
 def _own_weights(module: nn.Module) -> int:
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if is_computed(module):
+        own.append(module.weight)
     return sum(parameter.numel() for parameter in filter(_is_initialized, own))
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward, result_dtype
+from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
@@ -46,6 +47,11 @@ class PackedConv(Replacement, PackedState, _ConvNd):
 
     @classmethod
     def replace(cls, module: _ConvNd, context: Context) -> str:
+        if is_computed(module):
+            module.__dict__[_CHANNELS_LAST] = False
+            detail = pack_computed(module, context.dtype, groups=module.groups)
+            module.__class__ = derive(cls, type(module))
+            return detail
         weight = module.weight
         packed = context.replaced.get(id(weight))
         if packed is None:
@@ -73,7 +79,7 @@ class PackedConv(Replacement, PackedState, _ConvNd):
 
 
 def has_packed_weight(module: nn.Module) -> bool:
-    weight = module._parameters["weight"]
+    weight = weight_of(module)
     return type(weight) is PackedParameter and weight.place.groups is not None
 
 
@@ -84,7 +90,7 @@ def computes_channels_last(module: nn.Module) -> bool:
 
 def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """The operator with a module's packed weight and geometry."""
-    weight: PackedParameter = module._parameters["weight"]
+    weight: PackedParameter = weight_of(module)
     if input.dim() == weight.dim() - 1:  # a single image
         other = options.pop("other", None)
         if other is not None:

@@ -18,6 +18,7 @@ from xopt.modules.base import (
     own_forward,
     result_dtype,
 )
+from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Place
 from xopt.modules.packed_state import PackedState
@@ -48,6 +49,10 @@ class PackedProduct(PackedState):
     @classmethod
     def pack(cls, module: Any, context: Context) -> str:
         """Changes a module of the source class in place; what was done, in words for the report."""
+        if is_computed(module):
+            detail = pack_computed(module, context.dtype, transposed=cls.transposed)
+            module.__class__ = derive(cls, type(module))
+            return detail
         weight = module.weight
         module.__class__ = derive(cls, type(module))
         if id(weight) in context.shared:
@@ -60,7 +65,7 @@ class PackedProduct(PackedState):
         if type(input) is Symbol:
             symbol: Any = input
             return recorder_of(symbol).call_module(self, linear, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
-        place, bias = place_of(self._parameters["weight"]), self._parameters["bias"]
+        place, bias = place_of(weight_of(self)), self._parameters["bias"]
         if place is None or is_for_torch(input, bias):
             return self.plain_forward(input)
         return _linear(  # type: ignore[no-any-return]
@@ -111,7 +116,7 @@ def linear(
     **after: Any,
 ) -> torch.Tensor:
     """The step of a recorded graph that calls the module; patterns hand it what follows: see `finished`."""
-    place = place_of(module._parameters["weight"])
+    place = place_of(weight_of(module))
     bias: torch.Tensor | None = module._parameters["bias"]
     if place is None or (other is not None and not is_output_like(other, input, module)):
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
