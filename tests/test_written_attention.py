@@ -80,7 +80,8 @@ def windows_of_an_image(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     mask = mask[:windows, 0]
     scores = (q @ k.transpose(-2, -1)) / 4 + module.seen[0, :, :length, :length]
     scores = scores.view(batch // windows, windows, heads, length, length) + mask.unsqueeze(1).unsqueeze(0)
-    return scores.view(-1, heads, length, length).softmax(-1) @ v
+    attended: Tensor = scores.view(-1, heads, length, length).softmax(-1) @ v
+    return attended
 
 
 def one_factor_a_head(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

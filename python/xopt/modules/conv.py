@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
-from xopt.modules.base import Context, Replacement, derive, own_forward, result_dtype
+from xopt.modules.base import Context, Replacement, derive, forward_problem, own_forward, result_dtype
 from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter
@@ -23,8 +23,6 @@ from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
 
-_KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_FUNCTIONS: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _CHANNELS_LAST = "_xopt_channels_last"  # in a module's __dict__: its source's weight had its channels last
 
 _conv = torch.ops.xopt.conv.default
@@ -38,19 +36,19 @@ class PackedConv(Replacement, PackedState, _ConvNd):
 
     @classmethod
     def why_not(cls, module: _ConvNd, context: Context) -> str | None:
-        kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
+        kind = _kind_of(module)
         if kind is None:
             return "transposed convolutions are left to torch"
-        if own_forward(module, kind) or type(module)._conv_forward is not kind._conv_forward:
+        if type(module)._conv_forward is not kind._conv_forward:
             return "it has a forward of its own"
-        return product_problem(module)
+        return forward_problem(module, kind) or product_problem(module)
 
     @classmethod
     def replace(cls, module: _ConvNd, context: Context) -> str:
         if is_computed(module):
             module.__dict__[_CHANNELS_LAST] = False
             detail = pack_computed(module, context.dtype, groups=module.groups)
-            module.__class__ = derive(cls, type(module))
+            module.__class__ = _derived(module)
             return detail
         weight = module.weight
         packed = context.replaced.get(id(weight))
@@ -61,7 +59,7 @@ class PackedConv(Replacement, PackedState, _ConvNd):
             return "left to torch: its weight is shared with a layer of another kind"
         module.__dict__[_CHANNELS_LAST] = weight.stride(1) == 1 and not weight.is_contiguous()
         module._parameters["weight"] = packed
-        module.__class__ = derive(cls, type(module))
+        module.__class__ = _derived(module)
         return f"packed as {str(packed.dtype).removeprefix('torch.')}"
 
     def forward(self, input: Any) -> torch.Tensor:
@@ -76,6 +74,32 @@ class PackedConv(Replacement, PackedState, _ConvNd):
     def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = plain_parameters(self, input)
         return self._conv_forward(input, weight, bias)
+
+
+class _PackedConv1d(PackedConv, nn.Conv1d):
+    """Below a class with a forward of its own, this stands before the class that it goes on to."""
+
+
+class _PackedConv2d(PackedConv, nn.Conv2d):
+    pass
+
+
+class _PackedConv3d(PackedConv, nn.Conv3d):
+    pass
+
+
+_BELOW: dict[Any, type[PackedConv]] = {nn.Conv1d: _PackedConv1d, nn.Conv2d: _PackedConv2d, nn.Conv3d: _PackedConv3d}
+
+
+def _kind_of(module: nn.Module) -> Any:
+    return next((kind for kind in _BELOW if isinstance(module, kind)), None)
+
+
+def _derived(module: nn.Module) -> type:
+    kind = _kind_of(module)
+    if own_forward(module, kind):
+        return derive(_BELOW[kind], type(module), below=True)
+    return derive(PackedConv, type(module))
 
 
 def has_packed_weight(module: nn.Module) -> bool:

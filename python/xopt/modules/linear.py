@@ -15,6 +15,7 @@ from xopt.modules.base import (
     Replacement,
     cast_parameter,
     derive,
+    forward_problem,
     own_forward,
     result_dtype,
 )
@@ -47,14 +48,15 @@ class PackedProduct(PackedState):
     """Whether the logical weight is [in, out]."""
 
     @classmethod
-    def pack(cls, module: Any, context: Context) -> str:
-        """Changes a module of the source class in place; what was done, in words for the report."""
+    def pack(cls, module: Any, context: Context, below: bool = False) -> str:
+        """Changes a module of the source class in place; what was done, in words for the report. `below`: see
+        `derive`."""
         if is_computed(module):
             detail = pack_computed(module, context.dtype, transposed=cls.transposed)
-            module.__class__ = derive(cls, type(module))
+            module.__class__ = derive(cls, type(module), below=below)
             return detail
         weight = module.weight
-        module.__class__ = derive(cls, type(module))
+        module.__class__ = derive(cls, type(module), below=below)
         if id(weight) in context.shared:
             module._parameters["weight"] = cast_parameter(weight, context)
             return "cast, not packed: its weight is shared with a module that reads it in the plain layout"
@@ -90,13 +92,11 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 
     @classmethod
     def why_not(cls, module: nn.Linear, context: Context) -> str | None:
-        if own_forward(module, nn.Linear):
-            return "it has a forward of its own"
-        return product_problem(module)
+        return forward_problem(module, nn.Linear) or product_problem(module)
 
     @classmethod
     def replace(cls, module: nn.Linear, context: Context) -> str:
-        return cls.pack(module, context)
+        return cls.pack(module, context, below=own_forward(module, nn.Linear))
 
 
 def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedProduct) -> bool:
