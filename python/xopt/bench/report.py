@@ -22,7 +22,7 @@ import xopt
 from xopt.bench import peers, plot, results
 from xopt.bench.errors import BenchError
 from xopt.bench.results import Case, Finding
-from xopt.bench.roofs import KINDS, Roofs, format_roof
+from xopt.roofs import KINDS, Roofs, format_roof
 
 FORMAT = 1
 TABLE_WIDTH = 160  # where the output is no terminal

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from xopt.bench import peers
-from xopt.bench.roofs import Roofs
 from xopt.bench.rotation import Rotation
 from xopt.bench.shapes import Shape
 from xopt.bench.turns import Timing
+from xopt.roofs import Roofs
 
 FEW_ROWS = 4  # bound by how fast weights are read
 MANY_ROWS = 1024  # bound by how fast products are made

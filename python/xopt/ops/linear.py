@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from xopt.ops.costs import Shape, Work, cost_of, product, rows_of
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
 
 _HEADER_BYTES = 64
@@ -180,3 +181,30 @@ def _qlinear(
     named = {"input": input, "input_scale": input_scale, "input_zero_point": input_zero_point, "packed": packed}
     check("qlinear", named | {"bias": bias, "other": other}, (torch.uint8, torch.int8))
     return _output("qlinear", input, packed, out_features, out_dtype)
+
+
+# ---- Costs ---------------------------------------------------------------------------------------------------------
+
+
+@cost_of("linear", category="gemm", kernel="gemm")
+@cost_of("linear_norm", category="gemm", kernel="gemm")
+def _linear_work(input: Shape, packed: Shape, out_features: int, *others: object, **options: object) -> Work:
+    return product(rows_of(input), out_features, input[-1])
+
+
+@cost_of("linear_gated", category="gemm", kernel="gemm")
+def _linear_gated_work(input: Shape, packed: Shape, out_features: int, *others: object, **options: object) -> Work:
+    return product(rows_of(input), out_features, input[-1], count=2)
+
+
+@cost_of("qlinear", category="gemm", kernel="gemm")
+def _qlinear_work(
+    input: Shape,
+    input_scale: Shape,
+    input_zero_point: Shape | None,
+    packed: Shape,
+    out_features: int,
+    *others: object,
+    **options: object,
+) -> Work:
+    return product(rows_of(input), out_features, input[-1])
