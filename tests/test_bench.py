@@ -16,7 +16,7 @@ import torch
 
 from tests import fresh_process
 from xopt import _C
-from xopt.bench import cli, kernels, peers, plot, report, results, shapes, turns
+from xopt.bench import cli, conv_peers, kernels, peers, plot, report, results, shapes, turns
 from xopt.bench.errors import UnavailableError, WrongResultError
 from xopt.bench.problem import EPILOGUES, Problem, check_result, in_bf16, make_problem, make_weight
 from xopt.bench.results import Case, Finding, Ratio
@@ -253,7 +253,7 @@ def test_a_broken_contender_gets_no_time() -> None:
         dataclasses.replace(eager, name="missing", pack=unavailable, layout="missing"),
         dataclasses.replace(eager, name="failing", pack=failing, layout="failing"),
     ]
-    case = kernels.measure(plan, lambda dtype: [eager, *broken])[0]
+    case = kernels.measure(plan, lambda dtype, shape: [eager, *broken])[0]
     assert set(case.timings) == {peers.EAGER}
     assert len(case.timings[peers.EAGER].samples) == 2
     assert case.failures["wrong"].startswith("wrong result: 4x32x32: off by")
@@ -307,13 +307,17 @@ def test_probe_names_what_is_wrong() -> None:
 
 # ---- End to end -----------------------------------------------------------------------------------------------------
 
+CONVS = ("8x9x7:64x3x3/2", "64x8x8:64x1x1+")
+
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, pathlib.Path]:
     folder = tmp_path_factory.mktemp("bench")
     files = ["--json", str(folder / "run.json"), "--plot", str(folder / "run.png")]
     shape_list = "1x256x768,512x256x768,1024x768x64"
-    done = fresh_process.run("-m", "xopt.bench", "kernels", "--quick", "--shapes", shape_list, "--rounds", "1", *files)
+    convs = ["--convs", ",".join(CONVS), "--batch", "2"]
+    measured = ["--shapes", shape_list, *convs, "--rounds", "1"]
+    done = fresh_process.run("-m", "xopt.bench", "kernels", "--quick", *measured, *files)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, folder
 
@@ -322,6 +326,8 @@ def test_run_prints_the_table(small_run: tuple[str, pathlib.Path]) -> None:
     output, _ = small_run
     for shape in ("1x256x768", "512x256x768", "1024x768x64"):
         assert output.count(f" {shape} ") >= 3, f"{shape} is not there once a dtype"
+    for conv in CONVS:
+        assert output.count(f" 2x{conv} ") >= 2, f"{conv} is not there once a dtype"
     for word in (
         *peers.PEERS,
         "of peak",
@@ -366,6 +372,24 @@ def test_run_writes_json(small_run: tuple[str, pathlib.Path]) -> None:
     assert all({"dtype", "what", "value", "target", "met"} <= set(line) for line in document["summary"])
     int8_gain = [row for row in document["rows"] if peers.OURS_BF16 in row["speed_over"]]
     assert [(row["dtype"], row["m"]) for row in int8_gain] == [("int8", 512), ("int8", 1024)]
+
+
+def test_run_writes_json_of_convolutions(small_run: tuple[str, pathlib.Path]) -> None:
+    document = json.loads((small_run[1] / "run.json").read_text())
+    rows = document["convolutions"]
+    assert [(row["dtype"], row["convolution"]) for row in rows] == [
+        (dtype, f"2x{conv}") for dtype in ("f32", "bf16") for conv in CONVS
+    ]
+    for row in rows:
+        contenders, ends = row["contenders"], row["convolution"].endswith("+")
+        assert set(contenders) == {peers.OURS, *conv_peers.PEERS, *(conv_peers.ENDS if ends else ())}
+        ours = contenders[peers.OURS]
+        assert ours["status"] == contenders[conv_peers.EAGER]["status"] == "ok", row
+        peak = document["roofs"][row["dtype"]]["per_second"]
+        assert ours["peak_share"] == pytest.approx(row["flop"] / ours["min_s"] / peak)
+        for other, speed in row["speed_over"].items():
+            assert speed["minimum"] == pytest.approx(contenders[other]["min_s"] / ours["min_s"])
+        assert (conv_peers.OURS_APART in row["fused_end_over"]) == ends
 
 
 def test_run_draws_the_roofline(small_run: tuple[str, pathlib.Path]) -> None:

@@ -17,12 +17,14 @@ import torch
 
 from xopt.bench import cli, model_peers, model_report, models
 from xopt.bench.errors import BenchError, WrongResultError
-from xopt.bench.model_cases import BEST, CASES
+from xopt.bench.model_case import BEST
+from xopt.bench.model_cases import CASES
 from xopt.bench.model_process import ContenderError, Crew, Worker
 from xopt.bench.model_results import CaseResult, Measured, Plan, summarize
 from xopt.bench.model_worker import essence, relative_error
 
 pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
 
 
 @pytest.fixture(scope="module")

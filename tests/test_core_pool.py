@@ -57,9 +57,9 @@ def test_a_pool_of_a_process_whose_threads_openmp_binds() -> None:
 
 
 def test_a_pool_of_a_node() -> None:
-    node = next(node for node in machine.numa_nodes() if set(machine.parse_cpus(node.cpus)) & set(CPUS))
+    node = next(node for node in machine.numa_nodes() if set(machine.parse_list(node.cpus)) & set(CPUS))
     pool = CorePool(node=node.node)
-    assert set(pool.cores) <= set(machine.parse_cpus(node.cpus)) & set(CPUS)
+    assert set(pool.cores) <= set(machine.parse_list(node.cpus)) & set(CPUS)
     with pytest.raises(ValueError, match=r"no NUMA node 4711; there are: \["):
         CorePool(node=4711)
 
@@ -112,11 +112,6 @@ def test_hyperthreads_are_left_out(tmp_path: pathlib.Path) -> None:
         (topology / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     assert machine.one_cpu_a_core(range(8), tmp_path) == (0, 1, 2, 3)
     assert machine.one_cpu_a_core([7, 6, 3, 1], tmp_path) == (1, 3, 6)
-
-
-@pytest.mark.parametrize(("text", "cpus"), [("", ()), ("3", (3,)), ("0-2,8\n", (0, 1, 2, 8)), ("1,3-4", (1, 3, 4))])
-def test_lists_of_cpus(text: str, cpus: tuple[int, ...]) -> None:
-    assert machine.parse_cpus(text) == cpus
 
 
 # ---- Pinning --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from xopt.launch.errors import LaunchError
 from xopt.launch.openmp import OpenMP
 from xopt.launch.placement import Placements, Request, place
 from xopt.launch.plan import MemoryPolicy, Plan, Settings, make_plan
-from xopt.launch.topology import format_list
+from xopt.machine import format_list
 
 GNU = OpenMP("gnu", None, "GNU's.")
 INTEL = OpenMP("intel", pathlib.Path("/lib/libiomp5.so"), "Intel's.")

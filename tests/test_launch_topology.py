@@ -10,7 +10,7 @@ import pytest
 from tests import machine_trees
 from tests.machine_trees import Machine, topology_of
 from xopt.launch import topology
-from xopt.launch.topology import format_list, parse_list
+from xopt.machine import format_list, parse_list
 
 
 def first_cpus(found: topology.Topology) -> tuple[int, ...]:
@@ -159,14 +159,14 @@ def test_the_affinity_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), ("5, 2-3", (5, 2, 3)), ("7-7", (7,))]
+    ("text", "numbers"), [("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), ("5, 2-3", (5, 2, 3)), ("7-7", (7,)), ("", ())]
 )
 def test_lists(text: str, numbers: tuple[int, ...]) -> None:
     assert parse_list(text) == numbers
     assert parse_list(format_list(numbers)) == numbers
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "0x1"])
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "0x1"])
 def test_what_is_no_list(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected numbers|downwards"):
         parse_list(text)

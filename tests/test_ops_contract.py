@@ -30,6 +30,8 @@ SCHEMAS = {
     'float eps=1.0000000000000001e-05, str activation="none", ScalarType? out_dtype=None) -> Tensor',
     "pool": "pool(Tensor input, str kind, *, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
     "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor",
+    "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
+    "float? scale_h=None, float? scale_w=None) -> Tensor",
     "conv_pack": "conv_pack(Tensor weight, int groups=1, *, ScalarType dtype) -> Tensor",
     "conv_unpack": "conv_unpack(Tensor packed, int[] weight_size, int groups, ScalarType dtype) -> Tensor",
     "layer_norm": "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, "
@@ -198,6 +200,14 @@ def samples_group_norm() -> Iterator[Call]:
         last = x.movedim(1, -1).contiguous().movedim(-1, 1)
         yield (last, 2, random(6), random(6, dtype=dtype)), {"activation": "silu", "out_dtype": torch.float32}
     yield (x[:0], 1), {}
+
+
+def samples_upsample() -> Iterator[Call]:
+    for dtype, dims in itertools.product(FLOATS, (1, 2, 3)):
+        x = random(2, 6, *(6, 7, 5)[:dims], dtype=dtype)
+        yield (x, (9, 3, 10)[:dims], "nearest"), {}
+        yield (x.movedim(1, -1).contiguous().movedim(-1, 1), (9, 3, 10)[:dims], "linear"), {"align_corners": True}
+    yield (x[:0], (4, 5, 6), "linear"), {"scale_d": 2.0, "scale_w": 1.2}
 
 
 def samples_conv_pack() -> Iterator[Call]:

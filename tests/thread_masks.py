@@ -22,7 +22,7 @@ def allowed(thread_id: int) -> list[int]:
     """The CPUs that a thread of this process may run on, as the kernel tells."""
     for line in pathlib.Path(f"/proc/self/task/{thread_id}/status").read_text().splitlines():
         if line.startswith("Cpus_allowed_list:"):
-            return list(machine.parse_cpus(line.partition(":")[2]))
+            return list(machine.parse_list(line.partition(":")[2]))
     raise AssertionError("no Cpus_allowed_list in /proc")
 
 

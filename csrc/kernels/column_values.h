@@ -6,8 +6,6 @@
 
 namespace xopt::XOPT_ISA {
 
-constexpr int64_t kMostStripPanels = 8;
-
 class ColumnValues {
  public:
   // Of `panels` panels, the first of which begins at output column `column`; points the strip at them.

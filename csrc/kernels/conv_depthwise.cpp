@@ -17,9 +17,10 @@
 namespace xopt::XOPT_ISA {
 namespace {
 
-constexpr int64_t kOutputs = 8;                // neighbouring outputs summed at once
-constexpr int64_t kStripRows = 2 * kOutputs;   // outputs of a line that go to the epilogue together
-constexpr int64_t kMostPanels = 4;             // of 32 channels, in a chunk
+constexpr int64_t kOutputs = 8;               // neighbouring outputs summed at once
+constexpr int64_t kStripRows = 2 * kOutputs;  // outputs of a line that go to the epilogue together
+constexpr int64_t kMostPanels = 4;            // of 32 channels, in a chunk
+static_assert(kMostPanels <= kMostStripPanels);
 constexpr int64_t kWeightBytes = 16 << 10;     // of a chunk, as floats
 constexpr int64_t kLineBytes = 256 << 10;      // of a chunk's copied lines
 constexpr int64_t kProductsOfAThread = 32768;  // fewer are not worth waking another thread

@@ -6,7 +6,9 @@
 
 namespace xopt {
 
-// A strip: some rows of one or more neighbouring panels, so that a row of the output is written in one go. `acc` holds
+inline constexpr int64_t kMostStripPanels = 8;
+
+// A strip: some rows of one or up to kMostStripPanels neighbouring panels, so that a row of the output is written in one go. `acc` holds
 // rows of 32 values (kPanelColumns apart) for each panel.
 struct EpilogueStrip {
   const void* acc;

@@ -1,7 +1,7 @@
 // How a call is cut up: block sizes, k blocks, and the threads' grid. Pure arithmetic.
 #pragma once
 
-#include "kernels/gemm.h"
+#include "kernels/epilogue.h"
 #include "runtime/cpu.h"
 #include "runtime/parallel.h"
 #include "tiles/block.h"
@@ -24,8 +24,7 @@ struct GemmPlan {
   // unfetched, and its sums have to fit in L1 beside A where a row block is finished in one pass. Vector blocks make a
   // copy for each chunk, so theirs are larger.
   static constexpr int64_t kOnePassPanels = Block::kBackground ? 4 : 8;
-  static constexpr int64_t kMostPanels = 8;
-  static constexpr int64_t kRowOfTileBytes = 64;
+  static_assert(kOnePassPanels <= kMostStripPanels);
 
   explicit GemmPlan(const GemmCall& call) {
     const PackedWeight& w = call.weight;
@@ -54,22 +53,25 @@ struct GemmPlan {
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
  private:
-  // Of L2, a quarter for a chunk's weights and another for the next chunk's on their way in (a half for the chunk's, where
-  // nothing is fetched ahead), three eighths for the copy of A and the sums of its rows.
   void choose_chunks(int64_t panel_bytes) {
     const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
     most_resident = l2 / 2;
     if constexpr (Block::kBackground) {
       choose_long_chunks(l2);
-      return;
+    } else {
+      choose_short_chunks(l2, panel_bytes);
     }
-    const int64_t for_weights = Block::kBackground ? l2 / 4 : l2 / 2;
+  }
+
+  // Of L2, a half for a chunk's weights, three eighths for the copy of A and the sums of its rows.
+  void choose_short_chunks(int64_t l2, int64_t panel_bytes) {
+    const int64_t for_weights = l2 / 2;
     if (panel_bytes * kOnePassPanels <= for_weights) {
       // All of K fits: a row block is finished before the next begins, and its sums never leave L1.
       chunk_panels = kOnePassPanels;
       pass_k_blocks = k_blocks;
     } else {
-      chunk_panels = minimum(kMostPanels, maximum<int64_t>(1, for_weights / (k_block_tiles * 2 * kTileBytes)));
+      chunk_panels = minimum(kMostStripPanels, maximum<int64_t>(1, for_weights / (k_block_tiles * 2 * kTileBytes)));
       pass_k_blocks = 1;
     }
     const int64_t a_bytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
@@ -83,7 +85,7 @@ struct GemmPlan {
     const int64_t slice = k_block_tiles * 2 * kTileBytes;
     chunk_panels = minimum(kOnePassPanels, maximum<int64_t>(1, l2 / 8 / slice));
     pass_k_blocks = 1;
-    const int64_t a_bytes = Block::kRows * k_block_tiles * kRowOfTileBytes;
+    const int64_t a_bytes = Block::kRows * k_block_tiles * (kTileBytes / kTileRows);
     const int64_t sum_bytes = k_blocks > 1 ? Block::kRows * kPanelColumns * 4 * chunk_panels : 0;
     chunk_blocks = maximum<int64_t>(1, l2 / 2 / (a_bytes + sum_bytes));
   }

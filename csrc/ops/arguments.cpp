@@ -217,6 +217,19 @@ Integers::Integers(StableListHandle list) {
 
 std::string Integers::text() const { return list_text(values_, size_ < kMost ? size_ : kMost); }
 
+Tensors::Tensors(StableListHandle list) {
+  size_t size = 0;
+  const bool read = torch_list_size(list, &size) == AOTI_TORCH_SUCCESS;
+  tensors_.reserve(size);
+  for (size_t i = 0; read && i < size; ++i) {
+    StableIValue item = 0;
+    // Each item is a handle of its own, and this list's to delete.
+    if (torch_list_get_item(list, i, &item) == AOTI_TORCH_SUCCESS)
+      tensors_.emplace_back(torch::stable::detail::to<AtenTensorHandle>(item));
+  }
+  torch_delete_list(list);
+}
+
 std::string_view String::text() const {
   const char* text = "";
   size_t length = 0;

@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "tiles/types.h"
 
@@ -111,6 +112,18 @@ class Integers {
   int64_t values_[kMost] = {};
 };
 
+// A `Tensor[]` argument.
+class Tensors {
+ public:
+  explicit Tensors(StableListHandle list);
+  int64_t size() const { return static_cast<int64_t>(tensors_.size()); }
+  Tensor& operator[](int64_t i) { return tensors_[static_cast<size_t>(i)]; }
+  const Tensor& operator[](int64_t i) const { return tensors_[static_cast<size_t>(i)]; }
+
+ private:
+  std::vector<Tensor> tensors_;
+};
+
 // Reads the stack from its first argument on. Members of an argument struct are initialised in the order of their
 // declaration, which therefore is the order of the schema.
 class Stack {
@@ -120,6 +133,7 @@ class Stack {
   AtenTensorHandle tensor() { return pop<AtenTensorHandle>(); }
   AtenTensorHandle optional_tensor() { return pop<std::optional<AtenTensorHandle>>().value_or(nullptr); }
   StableListHandle integers() { return pop<StableListHandle>(); }
+  StableListHandle tensors() { return pop<StableListHandle>(); }
   StringHandle string() { return pop<StringHandle>(); }
   int64_t integer() { return pop<int64_t>(); }
   double number() { return pop<double>(); }

@@ -40,7 +40,7 @@ DType check_heads(const AttentionArguments& arguments, AttentionCall* call) {
   const Tensor &query = arguments.query, &key = arguments.key, &value = arguments.value;
   const Checked checked[] = {{kOp, "query", query}, {kOp, "key", key}, {kOp, "value", value}};
   for (const Checked& one : checked) one.cpu();
-  const DType dtype = checked[0].dtype({DType::f32, DType::bf16, DType::f16});
+  const DType dtype = checked[0].dtype(kFloating);
   checked[1].dtype({dtype});
   checked[2].dtype({dtype});
   check_dims("query", query, "queries", "depth");

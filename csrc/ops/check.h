@@ -70,6 +70,8 @@ Value parse_name(const char* op, const char* argument, std::string_view text, co
   fail(op, argument, "expected one of ", names, ", got '", text, "'");
 }
 
+inline constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
+
 // A dtype argument, which must be one of `allowed`.
 inline DType parse_dtype(const char* op, const char* argument, int32_t code, std::initializer_list<DType> allowed) {
   for (const DType candidate : allowed) {

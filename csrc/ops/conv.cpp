@@ -2,23 +2,14 @@
 //
 // Input and output are logically [images, channels, spatial...] and lie in memory with the channels last: an input that
 // does not is copied first, the output always does.
-#include "kernels/conv.h"
-
-#include "ops/conv_layout.h"
+#include "ops/conv_call.h"
 #include "ops/gemm_arguments.h"
 #include "ops/images.h"
-#include "runtime/registry.h"
 
 namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "conv";
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
-
-Kernel<ConvFn> conv_f32("conv", "f32");
-Kernel<ConvFn> conv_bf16("conv", "bf16");
-Kernel<ConvFn> conv_f16("conv", "f16");
-Kernel<ConvFn> conv_depthwise("conv_depthwise", "f32");
 
 struct ConvArguments {
   explicit ConvArguments(Stack stack)
@@ -31,12 +22,7 @@ struct ConvArguments {
         dilation(stack.integers()),
         groups(stack.integer()),
         scale(stack.optional_tensor()),
-        activation(stack.string()),
-        alpha(stack.number()),
-        beta(stack.number()),
-        binary(stack.string()),
-        other(stack.optional_tensor()),
-        activation_last(stack.boolean()),
+        fused(stack),
         out_dtype(stack.optional_dtype_code()) {}
 
   Tensor input, packed;
@@ -45,11 +31,7 @@ struct ConvArguments {
   Integers stride, padding, dilation;
   int64_t groups;
   Tensor scale;
-  String activation;
-  double alpha, beta;
-  String binary;
-  Tensor other;
-  bool activation_last;
+  FusedArguments fused;
   std::optional<int32_t> out_dtype;
 };
 
@@ -58,20 +40,6 @@ ConvLayout weight_layout(const ConvArguments& arguments) {
   int64_t values[Integers::kMost];
   for (int64_t i = 0; i < Integers::kMost; ++i) values[i] = sizes[i];
   return conv_layout(kOp, "weight_size", values, sizes.size(), sizes.text(), arguments.groups);
-}
-
-void check_input(const Tensor& input, const ConvLayout& layout) {
-  const Checked checked{kOp, "input", input};
-  checked.cpu();
-  checked.dtype(kFloating);
-  if (input.dims() != layout.dims + 2) {
-    checked.fail("expected ", layout.dims + 2, " dimensions [images, channels, spatial...] for this weight, got shape ",
-                 input.shape_text());
-  }
-  if (input.size(1) != layout.group_in * layout.groups) {
-    checked.fail("expected ", layout.group_in * layout.groups, " channels (", layout.group_in, " for each of ",
-                 layout.groups, " groups), got shape ", input.shape_text());
-  }
 }
 
 // Everything about the input but its strides and data.
@@ -100,74 +68,15 @@ PatchesView geometry(const ConvArguments& arguments, const ConvLayout& layout) {
   return view;
 }
 
-// Images and spatial dimensions as the rows of a matrix.
-bool collapse_positions(const Tensor& tensor, RowsView* view) {
-  int64_t sizes[4], strides[4];
-  const int64_t count = tensor.dims() - 1;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t dim = i == 0 ? 0 : i + 1;
-    sizes[i] = tensor.size(dim);
-    strides[i] = tensor.stride(dim);
-  }
-  return collapse_rows(sizes, strides, count, view);
-}
-
-void set_residual(Tensor* other, const int64_t* sizes, int64_t dims, Epilogue* epilogue) {
-  if (!*other) return;
-  const Checked checked{kOp, "other", *other};
-  checked.cpu();
-  epilogue->other_dtype = checked.dtype(kFloating);
-  bool same = other->dims() == dims;
-  for (int64_t dim = 0; same && dim < dims; ++dim) same = other->size(dim) == sizes[dim];
-  if (!same) {
-    std::string expected;
-    for (int64_t dim = 0; dim < dims; ++dim) expected += (dim == 0 ? "" : ", ") + std::to_string(sizes[dim]);
-    checked.fail("expected the output's shape [", expected, "], got ", other->shape_text());
-  }
-  if (other->numel() == 0) return;
-  RowsView rows;
-  const int64_t count = other->numel() / other->size(1);
-  if (!is_channels_last(*other) || !collapse_positions(*other, &rows) || rows.inner_rows != count) {
-    *other = other->channels_last_copy();
-    collapse_positions(*other, &rows);
-  }
-  epilogue->other = other->data();
-  epilogue->other_row_stride = rows.row_stride;
-}
-
-bool is_product(const PatchesView& view, const ConvLayout& layout) {
-  bool plain = layout.groups == 1 && !layout.depthwise && layout.positions() == 1;
-  for (int i = 0; i < 3; ++i) plain = plain && view.stride[i] == 1 && view.in[i] == view.out[i] && view.padding[i] == 0;
-  return plain;
-}
-
-void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
-  RowsView rows;
-  if (is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &rows))) {
-    rows.data = call.input.data;
-    rows.dtype = call.input.dtype;
-    return run_gemm({call.images * output_positions(call.input), rows, call.weight, call.epilogue});
-  }
-  if (layout.depthwise) return conv_depthwise(call);
-  switch (call.weight.dtype) {
-    case DType::f32:
-      return conv_f32(call);
-    case DType::bf16:
-      return conv_bf16(call);
-    default:
-      return conv_f16(call);
-  }
-}
-
 void conv(StableIValue* stack, uint64_t, uint64_t) {
   ConvArguments arguments{Stack(stack)};
   Tensor& input = arguments.input;
   check_no_gradient({{kOp, "input", input},
                      {kOp, "bias", arguments.bias},
                      {kOp, "scale", arguments.scale},
-                     {kOp, "other", arguments.other}});
+                     {kOp, "other", arguments.fused.other}});
   const ConvLayout layout = weight_layout(arguments);
-  check_input(input, layout);
+  check_conv_input(kOp, input, layout.dims, layout.group_in, layout.groups);
   check_conv_packed(kOp, packed_header(kOp, arguments.packed), layout);
   ConvCall call{geometry(arguments, layout),
                 input.size(0),
@@ -182,14 +91,9 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   Epilogue& epilogue = call.epilogue;
   epilogue.scale = column_vector(kOp, "scale", &arguments.scale, layout.out);
   epilogue.bias = column_vector(kOp, "bias", &arguments.bias, layout.out);
-  epilogue.activation = parse_activation(kOp, arguments.activation);
-  epilogue.alpha = static_cast<float>(arguments.alpha);
-  epilogue.beta = static_cast<float>(arguments.beta);
-  epilogue.binary = parse_binary(kOp, arguments.binary, arguments.other);
-  epilogue.activation_last = arguments.activation_last;
-  set_residual(&arguments.other, sizes, dims, &epilogue);
-  epilogue.out_dtype = parse_dtype(kOp, arguments.out_dtype ? "out_dtype" : "input",
-                                   arguments.out_dtype.value_or(input.dtype_code()), kFloating);
+  arguments.fused.set(kOp, &epilogue);
+  set_residual(kOp, &arguments.fused.other, sizes, dims, &epilogue);
+  epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
   Tensor out = Tensor::empty_channels_last(sizes, dims, epilogue.out_dtype);
   epilogue.out = out.mutable_data();
   epilogue.out_row_stride = layout.out;

@@ -1,73 +1,15 @@
 // xopt::conv_pack and conv_unpack: between the weight of a convolution, [out, in / groups, kernel...], and packed bytes.
-#include <cstring>
-#include <vector>
-
-#include "ops/conv_layout.h"
+#include "ops/conv_matrix.h"
 #include "ops/gemm_arguments.h"
 #include "runtime/arena.h"
-#include "runtime/parallel.h"
 
 namespace xopt::ops {
 namespace {
 
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
-
-// Calls body(row, column, output channel, position) for each run of the matrix that holds a group's input channels of
-// one position for one output channel, with the place where it begins.
-template <class Body>
-void for_each_run(const ConvLayout& layout, const Body& body) {
-  parallel(max_threads(), [&](int thread, int count) {
-    for (int64_t out = layout.out * thread / count; out < layout.out * (thread + 1) / count; ++out) {
-      const int64_t group = layout.group_out() == 0 ? 0 : out / layout.group_out();
-      const int64_t product = layout.depthwise ? 0 : group / layout.merged;
-      const int64_t row =
-          layout.depthwise ? out : product * layout.padded_columns() + out - product * layout.product_columns();
-      const int64_t channels = layout.depthwise ? 1 : layout.product_channels();
-      const int64_t within = layout.depthwise ? 0 : group % layout.merged * layout.group_in;
-      for (int64_t position = 0; position < layout.positions(); ++position) {
-        body(row, position * channels + within, out, position);
-      }
-    }
-  });
-}
-
-// Offset in elements of a kernel position in a weight of these strides.
-int64_t position_offset(const ConvLayout& layout, const int64_t* stride, int64_t position) {
-  int64_t offset = 0;
-  for (int64_t i = 2; i >= 3 - layout.dims; --i) {
-    offset += position % layout.kernel[i] * stride[i - (3 - layout.dims)];
-    position /= layout.kernel[i];
-  }
-  return offset;
-}
-
-template <class Bits>
-void to_matrix(const ConvLayout& layout, const Tensor& weight, Bits* matrix) {
-  int64_t stride[5];
-  for (int64_t i = 0; i < weight.dims(); ++i) stride[i] = weight.stride(i);
-  const auto* from = static_cast<const Bits*>(weight.data());
-  for_each_run(layout, [&](int64_t row, int64_t column, int64_t out, int64_t position) {
-    const Bits* source = from + out * stride[0] + position_offset(layout, stride + 2, position);
-    Bits* target = matrix + row * layout.columns() + column;
-    for (int64_t i = 0; i < layout.group_in; ++i) target[i] = source[i * stride[1]];
-  });
-}
-
-template <class Bits>
-void from_matrix(const ConvLayout& layout, const Bits* matrix, Bits* weight) {
-  for_each_run(layout, [&](int64_t row, int64_t column, int64_t out, int64_t position) {
-    const Bits* source = matrix + row * layout.columns() + column;
-    Bits* target = weight + out * layout.group_in * layout.positions() + position;
-    for (int64_t i = 0; i < layout.group_in; ++i) target[i * layout.positions()] = source[i];
-  });
-}
-
-size_t matrix_bytes(const char* op, const ConvLayout& layout, DType dtype) {
-  int64_t bytes = 0;
-  if (__builtin_mul_overflow(layout.rows(), layout.columns() * dtype_size(dtype), &bytes)) {
-    fail(op, "weight", "packed, it is more than fits in memory");
-  }
-  return static_cast<size_t>(bytes > 0 ? bytes : 0);
+ConvWeightView weight_view(const ConvLayout& layout, const void* data, DType dtype, const int64_t* strides) {
+  ConvWeightView view{data, dtype, layout.group_out() * strides[0], strides[0], strides[1], {0, 0, 0}};
+  for (int64_t i = 0; i < layout.dims; ++i) view.kernel[3 - layout.dims + i] = strides[2 + i];
+  return view;
 }
 
 void conv_pack(StableIValue* stack, uint64_t, uint64_t) {
@@ -81,21 +23,10 @@ void conv_pack(StableIValue* stack, uint64_t, uint64_t) {
   const DType source = checked.dtype(kFloating);
   const ConvLayout layout = conv_layout(kOp, "weight", weight.sizes(), weight.dims(), weight.shape_text(), groups);
 
-  // Zeros stand between the groups of a product, and between products whose columns do not fill their panels.
-  std::vector<uint8_t> matrix(matrix_bytes(kOp, layout, source));
-  if (dtype_size(source) == 4) {
-    to_matrix(layout, weight, reinterpret_cast<uint32_t*>(matrix.data()));
-  } else {
-    to_matrix(layout, weight, reinterpret_cast<uint16_t*>(matrix.data()));
-  }
-  PackCall call{};
-  if (!packed_header_init(&call.header, dtype, layout.rows(), layout.columns(), false, false)) {
-    checked.fail("packed, it is more than fits in memory");
-  }
-  call.weight = {matrix.data(), source, layout.columns(), 1};
-  call.packed = weight_alloc(static_cast<size_t>(call.header.bytes));
-  Tensor packed = Tensor::adopt_bytes(call.packed, call.header.bytes, [](void* bytes, void*) { weight_free(bytes); });
-  pack_weight(call);
+  const PackedHeader header = conv_header(kOp, layout, dtype);
+  void* bytes = weight_alloc(static_cast<size_t>(header.bytes));
+  Tensor packed = Tensor::adopt_bytes(bytes, header.bytes, [](void* data, void*) { weight_free(data); });
+  pack_conv_matrix(kOp, layout, weight_view(layout, weight.data(), source, weight.strides()), header, bytes);
   return_tensor(stack, 0, std::move(packed));
 }
 
@@ -124,16 +55,9 @@ void conv_unpack(StableIValue* stack, uint64_t, uint64_t) {
   }
   check_conv_packed(kOp, header, layout);
 
-  std::vector<uint8_t> matrix(matrix_bytes(kOp, layout, dtype));
-  unpack_weight({arguments.packed.data(), matrix.data(), nullptr, nullptr, nullptr});
   Tensor weight = Tensor::empty(weight_size, sizes.size(), dtype);
-  if (dtype_size(dtype) == 4) {
-    from_matrix(layout, reinterpret_cast<const uint32_t*>(matrix.data()),
-                static_cast<uint32_t*>(weight.mutable_data()));
-  } else {
-    from_matrix(layout, reinterpret_cast<const uint16_t*>(matrix.data()),
-                static_cast<uint16_t*>(weight.mutable_data()));
-  }
+  unpack_conv_matrix(kOp, layout, arguments.packed.data(),
+                     weight_view(layout, weight.mutable_data(), dtype, weight.strides()));
   return_tensor(stack, 0, std::move(weight));
 }
 

@@ -189,7 +189,7 @@ ColumnVector column_vector(const char* op, const char* name, Tensor* tensor, int
   if (!*tensor) return {};
   const Checked checked{op, name, *tensor};
   checked.cpu();
-  const DType dtype = checked.dtype({DType::f32, DType::bf16, DType::f16});
+  const DType dtype = checked.dtype(kFloating);
   checked.shape({out_features});
   if (out_features > 1 && tensor->stride(0) != 1) *tensor = tensor->contiguous_copy();
   return {tensor->data(), dtype};
@@ -200,7 +200,7 @@ void set_other(const char* op, const char* name, Tensor* other, const Tensor& in
   if (!*other) return;
   const Checked checked{op, name, *other};
   checked.cpu();
-  epilogue->other_dtype = checked.dtype({DType::f32, DType::bf16, DType::f16});
+  epilogue->other_dtype = checked.dtype(kFloating);
   const bool is_row = row_allowed && other->dims() == 1 && other->size(0) == out_features;
   if (!is_row && !is_output_shape(*other, input, out_features)) {
     checked.fail("expected the output's shape ", expected_output_shape(input, out_features),
@@ -217,15 +217,31 @@ void set_other(const char* op, const char* name, Tensor* other, const Tensor& in
   epilogue->other_row_stride = view.row_stride;
 }
 
-Activation parse_activation(const char* op, const String& activation) {
-  return parse_name(op, "activation", activation.text(), kActivations);
+ActivationArguments::ActivationArguments(Stack& stack)
+    : activation(stack.string()), alpha(stack.number()), beta(stack.number()) {}
+
+void ActivationArguments::set(const char* op, Epilogue* epilogue) const {
+  epilogue->activation = parse_name(op, "activation", activation.text(), kActivations);
+  epilogue->alpha = static_cast<float>(alpha);
+  epilogue->beta = static_cast<float>(beta);
 }
 
-Binary parse_binary(const char* op, const String& text, const Tensor& other) {
-  const Binary binary = parse_name(op, "binary", text.text(), kBinaries);
-  if (binary != Binary::none && !other) fail(op, "other", "expected a tensor for binary='", text.text(), "', got None");
-  if (binary == Binary::none && other) fail(op, "other", "expected None for binary='none', got a tensor");
-  return binary;
+FusedArguments::FusedArguments(Stack& stack)
+    : activation(stack), binary(stack.string()), other(stack.optional_tensor()), activation_last(stack.boolean()) {}
+
+void FusedArguments::set(const char* op, Epilogue* epilogue) const {
+  activation.set(op, epilogue);
+  epilogue->binary = parse_name(op, "binary", binary.text(), kBinaries);
+  if (epilogue->binary != Binary::none && !other) {
+    fail(op, "other", "expected a tensor for binary='", binary.text(), "', got None");
+  }
+  if (epilogue->binary == Binary::none && other) fail(op, "other", "expected None for binary='none', got a tensor");
+  epilogue->activation_last = activation_last;
+}
+
+DType output_dtype(const char* op, const std::optional<int32_t>& asked, const Tensor& input,
+                   std::initializer_list<DType> allowed) {
+  return parse_dtype(op, asked ? "out_dtype" : "input", asked.value_or(input.dtype_code()), allowed);
 }
 
 void set_output_type(const char* op, DType dtype, double scale, int64_t zero_point, Epilogue* epilogue) {
@@ -245,6 +261,15 @@ void set_output_type(const char* op, DType dtype, double scale, int64_t zero_poi
   }
   epilogue->out_scale = stored_scale;
   epilogue->out_zero_point = static_cast<int32_t>(zero_point);
+}
+
+Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call) {
+  const int64_t n = call->weight.n;
+  Tensor out = empty_output(op, input, n, call->epilogue.out_dtype);
+  call->epilogue.out = out.mutable_data();
+  call->epilogue.out_row_stride = n;
+  run_gemm(*call);
+  return out;
 }
 
 void run_gemm(const GemmCall& call) {

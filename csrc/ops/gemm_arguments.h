@@ -36,13 +36,33 @@ ColumnVector column_vector(const char* op, const char* name, Tensor* tensor, int
 void set_other(const char* op, const char* name, Tensor* other, const Tensor& input, int64_t out_features,
                bool row_allowed, Epilogue* epilogue);
 
-Activation parse_activation(const char* op, const String& activation);
-Binary parse_binary(const char* op, const String& binary, const Tensor& other);
+// What the ops that fuse have in common, in the order of their schemas.
+struct ActivationArguments {
+  explicit ActivationArguments(Stack& stack);
+  void set(const char* op, Epilogue* epilogue) const;
 
+  String activation;
+  double alpha, beta;
+};
+struct FusedArguments {
+  explicit FusedArguments(Stack& stack);
+  void set(const char* op, Epilogue* epilogue) const;  // but for the data of `other`, whose shape is the op's matter
+
+  ActivationArguments activation;
+  String binary;
+  Tensor other;
+  bool activation_last;
+};
+
+// The dtype asked for, or else the input's.
+DType output_dtype(const char* op, const std::optional<int32_t>& asked, const Tensor& input,
+                   std::initializer_list<DType> allowed);
 // out_dtype, output_scale and output_zero_point.
 void set_output_type(const char* op, DType dtype, double scale, int64_t zero_point, Epilogue* epilogue);
 
 // Picks the kernel by the dtypes and runs it, unless there is nothing to compute.
 void run_gemm(const GemmCall& call);
+// Runs it into a new output of `input`'s leading dimensions.
+Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call);
 
 }  // namespace xopt::ops

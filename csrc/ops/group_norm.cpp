@@ -9,7 +9,6 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "group_norm";
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
 constexpr NamedValue<Activation> kActivations[] = {
     {"none", Activation::none}, {"relu", Activation::relu}, {"silu", Activation::silu}};
 

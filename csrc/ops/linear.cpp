@@ -4,13 +4,6 @@
 namespace xopt::ops {
 namespace {
 
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
-
-DType output_dtype(const char* op, const std::optional<int32_t>& asked, const Tensor& input,
-                   std::initializer_list<DType> allowed) {
-  return parse_dtype(op, asked ? "out_dtype" : "input", asked.value_or(input.dtype_code()), allowed);
-}
-
 GemmCall gemm_call(const char* op, Tensor* input, const PackedWeight& weight) {
   return {input_rows(*input), rows_view(op, "input", input, kFloating), weight, {}};
 }
@@ -28,12 +21,7 @@ struct LinearArguments {
         packed(stack.tensor()),
         out_features(stack.integer()),
         bias(stack.optional_tensor()),
-        activation(stack.string()),
-        alpha(stack.number()),
-        beta(stack.number()),
-        binary(stack.string()),
-        other(stack.optional_tensor()),
-        activation_last(stack.boolean()),
+        fused(stack),
         out_dtype(stack.optional_dtype_code()),
         output_scale(stack.number()),
         output_zero_point(stack.integer()),
@@ -43,11 +31,7 @@ struct LinearArguments {
   Tensor input, packed;
   int64_t out_features;
   Tensor bias;
-  String activation;
-  double alpha, beta;
-  String binary;
-  Tensor other;
-  bool activation_last;
+  FusedArguments fused;
   std::optional<int32_t> out_dtype;
   double output_scale;
   int64_t output_zero_point;
@@ -62,30 +46,22 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t n = arguments.out_features;
   check_no_gradient({{kOp, "input", input},
                      {kOp, "bias", arguments.bias},
-                     {kOp, "other", arguments.other},
+                     {kOp, "other", arguments.fused.other},
                      {kOp, "scale", arguments.scale}});
 
   GemmCall call = gemm_call(kOp, &input,
                             packed_columns(kOp, arguments.packed, WeightKind::floating, arguments.first_column, n,
                                            input_features(kOp, input)));
   Epilogue& epilogue = call.epilogue;
-  epilogue.activation = parse_activation(kOp, arguments.activation);
-  epilogue.alpha = static_cast<float>(arguments.alpha);
-  epilogue.beta = static_cast<float>(arguments.beta);
-  epilogue.binary = parse_binary(kOp, arguments.binary, arguments.other);
-  epilogue.activation_last = arguments.activation_last;
+  arguments.fused.set(kOp, &epilogue);
   epilogue.scale = column_vector(kOp, "scale", &arguments.scale, n);
   epilogue.bias = column_vector(kOp, "bias", &arguments.bias, n);
-  set_other(kOp, "other", &arguments.other, input, n, true, &epilogue);
+  set_other(kOp, "other", &arguments.fused.other, input, n, true, &epilogue);
   const DType out_dtype =
       output_dtype(kOp, arguments.out_dtype, input, {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
   set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
 
-  Tensor out = empty_output(kOp, input, n, out_dtype);
-  epilogue.out = out.mutable_data();
-  epilogue.out_row_stride = n;
-  run_gemm(call);
-  return_tensor(stack, 0, std::move(out));
+  return_tensor(stack, 0, run_into_rows(kOp, input, &call));
 }
 
 // ---- linear_gated --------------------------------------------------------------------------------------------------
@@ -97,16 +73,13 @@ struct LinearGatedArguments {
         out_features(stack.integer()),
         gate_bias(stack.optional_tensor()),
         up_bias(stack.optional_tensor()),
-        activation(stack.string()),
-        alpha(stack.number()),
-        beta(stack.number()),
+        activation(stack),
         out_dtype(stack.optional_dtype_code()) {}
 
   Tensor input, packed;
   int64_t out_features;
   Tensor gate_bias, up_bias;
-  String activation;
-  double alpha, beta;
+  ActivationArguments activation;
   std::optional<int32_t> out_dtype;
 };
 
@@ -120,18 +93,12 @@ void linear_gated(StableIValue* stack, uint64_t, uint64_t) {
 
   GemmCall call = gemm_call(kOp, &input, arguments.packed, n, true);
   Epilogue& epilogue = call.epilogue;
-  epilogue.activation = parse_activation(kOp, arguments.activation);
-  epilogue.alpha = static_cast<float>(arguments.alpha);
-  epilogue.beta = static_cast<float>(arguments.beta);
+  arguments.activation.set(kOp, &epilogue);
   epilogue.bias = column_vector(kOp, "gate_bias", &arguments.gate_bias, n);
   epilogue.up_bias = column_vector(kOp, "up_bias", &arguments.up_bias, n);
   epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
 
-  Tensor out = empty_output(kOp, input, n, epilogue.out_dtype);
-  epilogue.out = out.mutable_data();
-  epilogue.out_row_stride = n;
-  run_gemm(call);
-  return_tensor(stack, 0, std::move(out));
+  return_tensor(stack, 0, run_into_rows(kOp, input, &call));
 }
 
 // ---- linear_norm ---------------------------------------------------------------------------------------------------
@@ -185,15 +152,11 @@ void linear_norm(StableIValue* stack, uint64_t, uint64_t) {
   epilogue.norm_eps = static_cast<float>(arguments.eps);
   epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
 
-  Tensor out = empty_output(kOp, input, n, epilogue.out_dtype);
   const int64_t no_elements = 0;
   Tensor sum = arguments.return_sum ? empty_output(kOp, input, n, epilogue.out_dtype)
                                     : Tensor::empty(&no_elements, 1, epilogue.out_dtype);
-  epilogue.out = out.mutable_data();
-  epilogue.out_row_stride = n;
   epilogue.sum = arguments.return_sum ? sum.mutable_data() : nullptr;
-  run_gemm(call);
-  return_tensor(stack, 0, std::move(out));
+  return_tensor(stack, 0, run_into_rows(kOp, input, &call));
   return_tensor(stack, 1, std::move(sum));
 }
 

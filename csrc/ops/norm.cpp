@@ -7,8 +7,6 @@
 namespace xopt::ops {
 namespace {
 
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
-
 // What the two have in common; the order of the schema is that of the constructors below.
 struct NormArguments {
   Tensor input, weight, bias;

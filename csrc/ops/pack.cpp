@@ -10,8 +10,6 @@
 namespace xopt::ops {
 namespace {
 
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
-
 MatrixView matrix_view(const char* op, const char* name, const Tensor& weight, std::initializer_list<DType> dtypes) {
   const Checked checked{op, name, weight};
   checked.cpu();

@@ -9,7 +9,6 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "packed_rows";
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
 
 // Where the element of this number, in row-major order, lies in a tensor of any strides.
 int64_t offset_of(const Tensor& tensor, int64_t number) {

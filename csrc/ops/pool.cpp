@@ -8,7 +8,6 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "pool";
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
 constexpr NamedValue<Pool> kKinds[] = {{"max", Pool::max}, {"average", Pool::average}};
 
 Kernel<PoolFn> pool_kernel("pool", "f32");

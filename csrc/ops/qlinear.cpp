@@ -14,12 +14,7 @@ struct QLinearArguments {
         packed(stack.tensor()),
         out_features(stack.integer()),
         bias(stack.optional_tensor()),
-        activation(stack.string()),
-        alpha(stack.number()),
-        beta(stack.number()),
-        binary(stack.string()),
-        other(stack.optional_tensor()),
-        activation_last(stack.boolean()),
+        fused(stack),
         out_dtype(stack.dtype_code()),
         output_scale(stack.number()),
         output_zero_point(stack.integer()) {}
@@ -27,11 +22,7 @@ struct QLinearArguments {
   Tensor input, input_scale, input_zero_point, packed;
   int64_t out_features;
   Tensor bias;
-  String activation;
-  double alpha, beta;
-  String binary;
-  Tensor other;
-  bool activation_last;
+  FusedArguments fused;
   int32_t out_dtype;
   double output_scale;
   int64_t output_zero_point;
@@ -55,8 +46,9 @@ void qlinear(StableIValue* stack, uint64_t, uint64_t) {
   QLinearArguments arguments{Stack(stack)};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
-  check_no_gradient(
-      {{kOp, "input_scale", arguments.input_scale}, {kOp, "bias", arguments.bias}, {kOp, "other", arguments.other}});
+  check_no_gradient({{kOp, "input_scale", arguments.input_scale},
+                     {kOp, "bias", arguments.bias},
+                     {kOp, "other", arguments.fused.other}});
 
   const int64_t in_features = input_features(kOp, input);
   const PackedWeight weight = packed_weight(kOp, arguments.packed, WeightKind::int8, false, n, in_features);
@@ -68,22 +60,14 @@ void qlinear(StableIValue* stack, uint64_t, uint64_t) {
     epilogue.row_zero_point = static_cast<const int32_t*>(row_parameter(
         "input_zero_point", &arguments.input_zero_point, DType::s32, call.m, &epilogue.row_zero_point_per_row));
   }
-  epilogue.activation = parse_activation(kOp, arguments.activation);
-  epilogue.alpha = static_cast<float>(arguments.alpha);
-  epilogue.beta = static_cast<float>(arguments.beta);
-  epilogue.binary = parse_binary(kOp, arguments.binary, arguments.other);
-  epilogue.activation_last = arguments.activation_last;
+  arguments.fused.set(kOp, &epilogue);
   epilogue.bias = column_vector(kOp, "bias", &arguments.bias, n);
-  set_other(kOp, "other", &arguments.other, input, n, true, &epilogue);
+  set_other(kOp, "other", &arguments.fused.other, input, n, true, &epilogue);
   const DType out_dtype =
       parse_dtype(kOp, "out_dtype", arguments.out_dtype, {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
   set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
 
-  Tensor out = empty_output(kOp, input, n, out_dtype);
-  epilogue.out = out.mutable_data();
-  epilogue.out_row_stride = n;
-  run_gemm(call);
-  return_tensor(stack, 0, std::move(out));
+  return_tensor(stack, 0, run_into_rows(kOp, input, &call));
 }
 
 }  // namespace

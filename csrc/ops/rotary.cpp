@@ -10,7 +10,6 @@ namespace {
 constexpr const char* kOp = "rotary";
 constexpr const char* kHeads = "batch, heads, positions, depth";
 constexpr const char* kAngles = "batch, positions, rotated columns";
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
 
 void check_dims(const Checked& checked, int64_t dims, const char* names) {
   checked.cpu();

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import xopt
+from xopt import machine
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +58,7 @@ def _machine_facts(found: xopt.Capabilities) -> list[tuple[str, str]]:
         ("xopt", found.xopt_version),
         ("torch", found.torch_version),
         ("threads", str(found.threads)),
-        ("affinity", _ranges(found.affinity)),
+        ("affinity", machine.format_list(found.affinity)),
         ("OpenMP", "\n".join(found.openmp) or "none found"),
         ("NUMA nodes", "\n".join(nodes) or "unknown"),
         ("allocator", found.allocator),
@@ -101,17 +102,6 @@ def _size(count: int) -> str:
         size /= 1024
         units.pop(0)
     return f"{size:.1f}".removesuffix(".0") + f" {units[0]}"
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) -> "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 if __name__ == "__main__":

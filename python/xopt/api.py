@@ -28,12 +28,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Arguments of Intel Extension for PyTorch's optimize that ask for nothing that would have to be done here.
 _ACCEPTED = (
-    *("replace_dropout_with_identity", "optimize_lstm", "concat_linear"),
+    *("replace_dropout_with_identity", "concat_linear"),
     *("split_master_weight_for_bf16", "fuse_update_step", "auto_kernel_selection"),
 )
 # Those that are switches of Config.
 _SWITCHES = {
-    "weights_prepack": ("weights_prepack", "conv_prepack"),
+    "weights_prepack": ("weights_prepack", "conv_prepack", "recurrent_prepack"),
+    "optimize_lstm": ("recurrent_prepack",),
     "conv_bn_folding": ("conv_bn_folding",),
     "linear_bn_folding": ("linear_bn_folding",),
 }
@@ -53,8 +54,8 @@ def optimize(
     sample_input: Any = None,
     **options: Any,
 ) -> Model:
-    """Returns `model` with its linear layers and convolutions packed for this CPU, its blocks fused and its embeddings
-    in `dtype`.
+    """Returns `model` with its linear and recurrent layers and its convolutions packed for this CPU, its blocks fused
+    and its embeddings in `dtype`.
 
     dtype: float32, bfloat16 or float16 for the weights of what is optimized; None keeps each weight's own.
     inplace: change `model` itself. Otherwise it is left as it is and a copy is returned, which shares with it what
@@ -62,9 +63,9 @@ def optimize(
     level: "O0" changes nothing and only writes the report; "O1" does everything that `config` allows.
     sample_input: a tensor, a tuple of arguments or a dict of keyword arguments to call the model with once, so that
         its blocks are fused now. Otherwise each is when it is first called.
-    options: the keyword arguments of Intel Extension for PyTorch's `optimize`. `weights_prepack`, `conv_bn_folding`
-        and `linear_bn_folding` are switches of `Config`; those that mean nothing here are logged, those that ask for
-        what is not done are errors.
+    options: the keyword arguments of Intel Extension for PyTorch's `optimize`. `weights_prepack`, `optimize_lstm`,
+        `conv_bn_folding` and `linear_bn_folding` are switches of `Config`; those that mean nothing here are logged,
+        those that ask for what is not done are errors.
 
     The model keeps its class, names, hooks and keys. Its parameters no longer require gradients; gradients with
     respect to inputs are right. A model in training mode is returned as it is, and its report says so.

@@ -40,6 +40,8 @@ class Config:
 
     weights_prepack: bool = True
     """Linear layers get packed weights and run on xopt's kernels."""
+    recurrent_prepack: bool = True
+    """LSTM, GRU and plain recurrent layers and cells get packed weights and run on xopt's kernels."""
     conv_prepack: bool = True
     """Convolutions get packed weights and run on xopt's kernels, with the channels last in memory."""
     conv_bn_folding: bool = True
@@ -50,6 +52,8 @@ class Config:
     """Activations and residual additions that follow a convolution are done within it."""
     pool_images: bool = True
     """Max and average pooling of images whose channels are last runs on xopt's kernels."""
+    upsample_images: bool = True
+    """Nearest and linear interpolation of images whose channels are last runs on xopt's kernels."""
     cast_embeddings: bool = True
     """Embedding tables are held in the optimized dtype."""
     concat_linear: bool = True

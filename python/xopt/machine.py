@@ -95,18 +95,38 @@ def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
     return tuple(sorted(nodes, key=lambda node: node.node))
 
 
-def parse_cpus(text: str) -> tuple[int, ...]:
-    """The CPUs of a list as Linux writes it: "0-2,8" -> (0, 1, 2, 8)."""
-    cpus: list[int] = []
-    for part in text.split(","):
-        if part.strip():
-            first, _, last = part.partition("-")
-            cpus += range(int(first), int(last or first) + 1)
-    return tuple(cpus)
+def parse_list(text: str) -> tuple[int, ...]:
+    """ "0-2,8" -> (0, 1, 2, 8), in the order given; a blank text is an empty list, and what is none a ValueError."""
+    numbers: list[int] = []
+    for part in text.split(",") if text.strip() else ():
+        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if found is None:
+            raise ValueError(f"expected numbers and ranges like 0-3,8, got {text!r}")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise ValueError(f"the range {part.strip()} runs downwards")
+        numbers += range(first, last + 1)
+    return tuple(numbers)
+
+
+def format_list(numbers: Iterable[int]) -> str:
+    """(0, 1, 2, 8) -> "0-2,8"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def list_in(path: Path) -> tuple[int, ...]:
+    """The numbers of a file that holds such a list; none where it cannot be read."""
+    return parse_list(read_text(path) or "")
 
 
 def online_cpus(root: Path = ROOT) -> tuple[int, ...]:
-    return parse_cpus(read_text(root / "sys/devices/system/cpu/online") or "")
+    return list_in(root / "sys/devices/system/cpu/online")
 
 
 def one_cpu_a_core(cpus: Iterable[int], root: Path = ROOT) -> tuple[int, ...]:
@@ -117,7 +137,7 @@ def one_cpu_a_core(cpus: Iterable[int], root: Path = ROOT) -> tuple[int, ...]:
         if cpu not in taken:
             chosen.append(cpu)
             topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-            taken.update(parse_cpus(read_text(topology / "thread_siblings_list") or ""))
+            taken.update(list_in(topology / "thread_siblings_list"))
     return tuple(chosen)
 
 

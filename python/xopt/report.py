@@ -59,10 +59,10 @@ class Report:
 
     @property
     def optimized_linear_share(self) -> float:
-        """Of the weights of all linear layers, each of which takes part in one multiply-add a row, those on xopt's
-        kernels. Products that have no weight (attention) and convolutions are not counted."""
+        """Of the weights of all linear and recurrent layers, each of which takes part in one multiply-add a row, those
+        on xopt's kernels. Products that have no weight (attention) and convolutions are not counted."""
         others = [entry for entry in self.entries if not _is_conv(entry)]
-        return _packed_share([each for each in others if "Linear" in each.kind or each.detail.startswith("packed")])
+        return _packed_share([each for each in others if _multiplies(each) or each.detail.startswith("packed")])
 
     @property
     def optimized_conv_share(self) -> float:
@@ -123,6 +123,10 @@ class Report:
 
 def _is_conv(entry: Entry) -> bool:
     return re.search(r"Conv(Transpose)?[123]d", entry.kind) is not None
+
+
+def _multiplies(entry: Entry) -> bool:
+    return re.search(r"Linear|LSTM|GRU|RNN", entry.kind) is not None
 
 
 def _packed_share(entries: list[Entry]) -> float:

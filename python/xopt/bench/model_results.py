@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from xopt.bench.model_cases import BEST, CASES, READ_SHARE
+from xopt.bench.model_case import BEST, READ_SHARE
+from xopt.bench.model_cases import CASES
 from xopt.bench.model_peers import OURS
 from xopt.bench.results import Finding, geometric_mean
 

@@ -59,8 +59,9 @@ def run(options: argparse.Namespace) -> None:
     plan = make_plan(options)
     report.check_destinations(options.json, None)
     model_report.check_chart(options.png)
-    if importlib.util.find_spec("transformers") is None:
-        raise BenchError("the models need transformers, which is not installed: pip install 'torch-xopt[bench]'")
+    for library in sorted({CASES[name].library for name in plan.cases}):
+        if importlib.util.find_spec(library) is None:
+            raise BenchError(f"the cases need {library}, which is not installed: pip install 'torch-xopt[bench]'")
     findings = model_report.ModelReport(plan, os.getloadavg()[0])
     findings.begin()
     with Crew() as crew:

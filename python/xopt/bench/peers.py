@@ -36,14 +36,14 @@ Call = Callable[[Packed], Tensor]
 class Contender:
     name: str
     dtypes: tuple[str, ...]
-    pack: Callable[[Weight, int], Packed]  # of a weight, for m rows; memory of its own at each call
-    bind: Callable[[Problem], Call]
+    pack: Callable[[Any, int], Packed]  # of a weight, for m rows; memory of its own at each call
+    bind: Callable[[Any], Call]  # of a problem
     layout: str  # contenders of one layout share their packed weights
     packs_for_rows: bool = False  # the packed weight depends on m
     epilogue: str = "none"
 
 
-def _op(path: str) -> Any:
+def find_op(path: str) -> Any:
     """A torch op such as "mkldnn._linear_pointwise.default"."""
     try:
         return functools.reduce(getattr, path.split("."), torch.ops)
@@ -67,22 +67,26 @@ def _eager_bind(problem: Problem) -> Call:
 # ---- oneDNN ---------------------------------------------------------------------------------------------------------
 
 
-def _onednn_pack(weight: Weight, m: int) -> Packed:
+def require_onednn(dtype: str) -> None:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise UnavailableError("this build of torch has no oneDNN")
-    if weight.dtype == "int8":
-        return _op("onednn.qlinear_prepack.default")(weight.values, [m, weight.values.shape[1]])
-    if weight.dtype == "bf16" and not _op("mkldnn._is_mkldnn_bf16_supported.default")():
+    if dtype == "bf16" and not find_op("mkldnn._is_mkldnn_bf16_supported.default")():
         raise UnavailableError("oneDNN has no bf16 on this CPU")
-    return _op("mkldnn._reorder_linear_weight.default")(weight.values, m)
+
+
+def _onednn_pack(weight: Weight, m: int) -> Packed:
+    require_onednn(weight.dtype)
+    if weight.dtype == "int8":
+        return find_op("onednn.qlinear_prepack.default")(weight.values, [m, weight.values.shape[1]])
+    return find_op("mkldnn._reorder_linear_weight.default")(weight.values, m)
 
 
 def _onednn_bind(problem: Problem) -> Call:
     values = problem.input
     if problem.dtype != "int8":
-        op = _op("mkldnn._linear_pointwise.default")
+        op = find_op("mkldnn._linear_pointwise.default")
         return lambda packed: op(values, packed, None, "none", [], "")
-    quantized_op = _op("onednn.qlinear_pointwise.default")
+    quantized_op = find_op("onednn.qlinear_pointwise.default")
     scale, dtype = problem.weight.scale, problem.output_dtype
     zero_points = torch.zeros(len(scale), dtype=torch.int32)
     return lambda packed: quantized_op(
@@ -96,11 +100,11 @@ def _onednn_bind(problem: Problem) -> Call:
 def _mkl_pack(weight: Weight, m: int) -> Packed:
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         raise UnavailableError("this build of torch has no MKL")
-    return _op("mkl._mkl_reorder_linear_weight.default")(weight.values, m)
+    return find_op("mkl._mkl_reorder_linear_weight.default")(weight.values, m)
 
 
 def _mkl_bind(problem: Problem) -> Call:
-    op = _op("mkl._mkl_linear.default")
+    op = find_op("mkl._mkl_linear.default")
     values, original, m = problem.input, problem.weight.values, problem.shape.m
     return lambda packed: op(values, packed, original, None, m)
 
@@ -110,8 +114,8 @@ def _mkl_bind(problem: Problem) -> Call:
 
 def _our_pack(weight: Weight, m: int) -> Packed:
     if weight.dtype == "int8":
-        return _op("xopt.linear_pack_int8.default")(weight.values, weight.scale)
-    return _op("xopt.linear_pack.default")(weight.values, dtype=weight.values.dtype)
+        return find_op("xopt.linear_pack_int8.default")(weight.values, weight.scale)
+    return find_op("xopt.linear_pack.default")(weight.values, dtype=weight.values.dtype)
 
 
 def _our_bind(problem: Problem, epilogue: str = "none") -> Call:
@@ -124,9 +128,9 @@ def _our_bind(problem: Problem, epilogue: str = "none") -> Call:
         arguments.update(binary="add", other=problem.residual)
     values, n = problem.input, problem.shape.n
     if problem.dtype != "int8":
-        op = _op("xopt.linear.default")
+        op = find_op("xopt.linear.default")
         return lambda packed: op(values, packed, n, **arguments)
-    quantized_op = _op("xopt.qlinear.default")
+    quantized_op = find_op("xopt.qlinear.default")
     scale, zero_point, dtype = problem.input_scale, problem.input_zero_point, problem.output_dtype
     return lambda packed: quantized_op(values, scale, zero_point, packed, n, out_dtype=dtype, **arguments)
 

@@ -91,11 +91,15 @@ def in_bf16(problem: Problem, weight: Weight | None = None) -> Problem:
     return make_problem(weight or make_weight("bf16", shape.n, shape.k), shape)
 
 
-def _sample(count: int, wanted: int, generator: torch.Generator) -> Tensor:
+def random_values(size: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(size, generator=_generator().manual_seed(seed)).to(dtype)
+
+
+def sample(count: int, wanted: int) -> Tensor:
     """Indices below `count`: the first, the last and random ones between."""
     if count <= wanted:
         return torch.arange(count)
-    inner = torch.randint(0, count, (wanted - 2,), generator=generator)
+    inner = torch.randint(0, count, (wanted - 2,), generator=_generator())
     return torch.cat([torch.tensor([0, count - 1]), inner])
 
 
@@ -111,6 +115,7 @@ _POST: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "none": lambda products, bias, residual: products,
     "bias_gelu": lambda products, bias, residual: torch.nn.functional.gelu(products + bias),
     "bias_residual": lambda products, bias, residual: products + bias + residual,
+    "bias_residual_relu": lambda products, bias, residual: (products + bias + residual).relu(),
 }
 
 
@@ -122,21 +127,33 @@ def check_result(problem: Problem, result: Tensor, epilogue: str = "none") -> No
             f"{shape}: got {list(result.shape)} of {result.dtype}, "
             f"expected {[shape.m, shape.n]} of {problem.output_dtype}"
         )
+    rows, columns = sample(shape.m, CHECKED_ROWS), sample(shape.n, CHECKED_COLUMNS)
+    added = (problem.weight.bias[columns].double(), problem.residual[rows][:, columns].double())
+    check_sample(str(shape), result, (rows, columns), _float64_operands(problem, rows, columns), added, epilogue)
+
+
+def check_sample(
+    name: str,
+    result: Tensor,
+    at: tuple[Tensor, Tensor],
+    operands: tuple[Tensor, Tensor],
+    added: tuple[Tensor, Tensor],
+    epilogue: str,
+) -> None:
+    """Of a result [m, n] the rows and columns `at`, against the float64 operands and what an epilogue adds there."""
     if not bool(result.sum(dtype=torch.float32).isfinite()):
-        raise WrongResultError(f"{shape}: the result has values that are not finite")
-    generator = _generator()
-    rows, columns = _sample(shape.m, CHECKED_ROWS, generator), _sample(shape.n, CHECKED_COLUMNS, generator)
-    left, right = _float64_operands(problem, rows, columns)
-    bias, residual = problem.weight.bias[columns].double(), problem.residual[rows][:, columns].double()
+        raise WrongResultError(f"{name}: the result has values that are not finite")
+    (rows, columns), (left, right), (bias, residual) = at, operands, added
     expected = _POST[epilogue](left @ right.t(), bias, residual)
     # Worst rounding of K additions in fp32 in any order, then that of storing the result and of its parts.
-    accumulation = (shape.k + 8) * 2.0**-24 * (left.abs() @ right.abs().t() + bias.abs() + residual.abs())
-    storage = 2.0**-7 if problem.output_dtype == torch.bfloat16 else 2.0**-20
+    accumulation = (left.shape[1] + 8) * 2.0**-24 * (left.abs() @ right.abs().t() + bias.abs() + residual.abs())
+    storage = 2.0**-7 if result.dtype == torch.bfloat16 else 2.0**-20
+    stored = expected.abs() if epilogue == "none" else torch.maximum(expected.abs(), bias.abs() + residual.abs())
     difference = (result[rows][:, columns].double() - expected).abs()
-    excess = difference - 1.2 * accumulation - storage * expected.abs()
+    excess = difference - 1.2 * accumulation - storage * stored
     if bool((excess > 0).any()):
         row, column = divmod(int(excess.argmax()), len(columns))
         raise WrongResultError(
-            f"{shape}: off by {float(difference[row, column]):.3g} at row {int(rows[row])}, "
+            f"{name}: off by {float(difference[row, column]):.3g} at row {int(rows[row])}, "
             f"column {int(columns[column])}, where {float(expected[row, column]):.6g} is expected"
         )

@@ -19,7 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import xopt
-from xopt.bench import peers, plot, results
+from xopt.bench import conv_peers, peers, plot, results
+from xopt.bench.conv_shapes import MODEL_CONVS, QUICK_STEP, ConvShape
 from xopt.bench.errors import BenchError
 from xopt.bench.results import Case, Finding
 from xopt.roofs import KINDS, Roofs, format_roof
@@ -36,6 +37,7 @@ class Setting:
     load_before: float  # the load average of the minute before
     least_rounds: int
     seconds: float  # a contender and shape
+    quick: bool = False
 
 
 def check_destinations(json_file: Path | None, plot_file: Path | None) -> None:
@@ -76,10 +78,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.4g}"
 
 
-def _peer_cell(case: Case, peer: str) -> str:
+def _peer_cell(case: Case, peer: str, ours: str = peers.OURS) -> str:
     if peer not in case.timings:
         return "-"
-    ratio = results.ratio(case, peers.OURS, peer)
+    ratio = results.ratio(case, ours, peer)
     text = _milliseconds(case.seconds(peer))
     return text if ratio is None else f"{text} ({ratio.minimum:.2f}x)"
 
@@ -120,6 +122,27 @@ def case_table(cases: Sequence[Case], roofs: Roofs) -> Table:
             *_our_cells(case, roofs),
             *(_peer_cell(case, peer) for peer in peers.PEERS),
             *(_epilogue_cell(case, fused) for fused in peers.FUSED),
+        )
+    return table
+
+
+def conv_table(cases: Sequence[Case], roofs: Roofs) -> Table:
+    title = f"Convolutions, {roofs.threads} threads; ms are minima; in brackets, how many times as fast xopt is"
+    table = Table(title=title)
+    table.add_column("dtype")
+    for header in ("C x H x W : N x K x K", "xopt ms", "median", "TFLOP/s", "of peak"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for header in (*conv_peers.PEERS, "fused\nend ms", "conv, add,\nrelu apart", "oneDNN's\nfused end"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for case in cases:
+        has_end = conv_peers.OURS_END in case.timings
+        table.add_row(
+            case.dtype,
+            str(case.shape),
+            *_our_cells(case, roofs)[:4],
+            *(_peer_cell(case, peer) for peer in conv_peers.PEERS),
+            _milliseconds(case.seconds(conv_peers.OURS_END)) if has_end else "",
+            *(_peer_cell(case, end, conv_peers.OURS_END) if has_end else "" for end in conv_peers.ENDS[1:]),
         )
     return table
 
@@ -174,7 +197,19 @@ def notes(cases: Sequence[Case], setting: Setting) -> list[str]:
         f"Weights rotate over {min(copies)} to {max(copies)} copies, {smallest} MiB or more a contender, "
         f"and so come from {' or '.join(sources)}. Freed outputs stay mapped, for all contenders."
     )
-    lines.append("int8: u8 activations with a zero point, s8 weights with a scale per column, bf16 output.")
+    if any(case.dtype == "int8" for case in cases):
+        lines.append("int8: u8 activations with a zero point, s8 weights with a scale per column, bf16 output.")
+    convs = {case.shape for case in cases if isinstance(case.shape, ConvShape)}
+    if convs:
+        lines.append(
+            f"{len(convs)} convolutions; images with their channels last, as they are in a model, and always the same."
+        )
+    if convs and setting.quick:
+        total = sum(len(texts) for texts in MODEL_CONVS.values())
+        lines.append(
+            f"--quick, without a list: every one in {QUICK_STEP} of the {total} convolutions, in the models' order, and"
+            f" {setting.seconds} s a contender. For what the geometric mean is, measure all."
+        )
     for (dtype, contender, reason), at in results.failures(cases).items():
         where = (
             "" if len(at) == sum(case.dtype == dtype for case in cases) else f" (at {len(at)} shapes, first {at[0]})"
@@ -208,7 +243,30 @@ def _contender_record(case: Case, name: str, roofs: Roofs) -> dict[str, Any]:
 
 def case_record(case: Case, roofs: Roofs) -> dict[str, Any]:
     others = [name for name in case.timings if name != peers.OURS and name not in peers.FUSED]
-    ratios = {name: results.ratio(case, peers.OURS, name) for name in others}
+    return {
+        **_shared_record(case, roofs),
+        "speed_over": _speeds(case, peers.OURS, others),
+        "epilogue_cost": {name: results.epilogue_cost(case, name) for name in peers.FUSED if name in case.timings},
+    }
+
+
+def conv_record(case: Case, roofs: Roofs) -> dict[str, Any]:
+    return {
+        "convolution": str(case.shape),
+        **_shared_record(case, roofs),
+        "speed_over": _speeds(case, peers.OURS, [name for name in case.timings if name in conv_peers.PEERS]),
+        "fused_end_over": _speeds(
+            case, conv_peers.OURS_END, [name for name in case.timings if name in conv_peers.ENDS[1:]]
+        ),
+    }
+
+
+def _speeds(case: Case, ours: str, others: Sequence[str]) -> dict[str, Any]:
+    ratios = {name: results.ratio(case, ours, name) for name in others}
+    return {name: dataclasses.asdict(value) for name, value in ratios.items() if value is not None}
+
+
+def _shared_record(case: Case, roofs: Roofs) -> dict[str, Any]:
     return {
         "dtype": case.dtype,
         "m": case.shape.m,
@@ -220,8 +278,6 @@ def case_record(case: Case, roofs: Roofs) -> dict[str, Any]:
         "weight_set_bytes": case.rotation.set_bytes,
         "weights_from": case.rotation.source,
         "contenders": {name: _contender_record(case, name, roofs) for name in [*case.timings, *case.failures]},
-        "speed_over": {name: dataclasses.asdict(value) for name, value in ratios.items() if value is not None},
-        "epilogue_cost": {name: results.epilogue_cost(case, name) for name in peers.FUSED if name in case.timings},
     }
 
 
@@ -241,7 +297,8 @@ def document(cases: Sequence[Case], roofs: Roofs, findings: Sequence[Finding], s
         "setting": dataclasses.asdict(setting),
         "roofs": {kind: dataclasses.asdict(roof) for kind, roof in roofs.by_kind.items()},
         "kernels": [dataclasses.asdict(kernel) for kernel in xopt.kernels() if kernel.chosen],
-        "rows": [case_record(case, roofs) for case in cases],
+        "rows": [case_record(case, roofs) for case in cases if not isinstance(case.shape, ConvShape)],
+        "convolutions": [conv_record(case, roofs) for case in cases if isinstance(case.shape, ConvShape)],
         "summary": [{**dataclasses.asdict(finding), "met": finding.met} for finding in findings],
         "notes": notes(cases, setting),
     }
@@ -254,7 +311,10 @@ def publish(
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)
-    for part in (roof_table(roofs), case_table(cases, roofs), summary_table(findings), *notes(cases, setting)):
+    products = [case for case in cases if not isinstance(case.shape, ConvShape)]
+    convs = [case for case in cases if isinstance(case.shape, ConvShape)]
+    tables = [table(some, roofs) for table, some in ((case_table, products), (conv_table, convs)) if some]
+    for part in (roof_table(roofs), *tables, summary_table(findings), *notes(cases, setting)):
         console.print(part, highlight=False, markup=False)
     if json_file is not None:
         json_file.write_text(json.dumps(document(cases, roofs, findings, setting), indent=1) + "\n")

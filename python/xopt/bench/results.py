@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from xopt.bench import peers
+from xopt.bench import conv_peers, peers
+from xopt.bench.conv_shapes import MODEL_CONVS, ConvShape
 from xopt.bench.rotation import Rotation
 from xopt.bench.shapes import Shape
 from xopt.bench.turns import Timing
@@ -25,7 +26,7 @@ class Case:
     """One shape in one dtype, all contenders."""
 
     dtype: str
-    shape: Shape
+    shape: Shape | ConvShape
     bytes: int  # that have to move at least: weight, input, output
     rotation: Rotation
     timings: dict[str, Timing] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Finding:
 class _Point:
     value: float
     median: float
-    shape: Shape
+    shape: Shape | ConvShape
 
 
 _Measure = Callable[[Case], Ratio | float | None]
@@ -182,10 +183,36 @@ def _findings_of(dtype: str, cases: Sequence[Case], roofs: Roofs) -> list[Findin
     return findings + _epilogue_findings(dtype, cases)
 
 
+def _conv_findings(dtype: str, cases: Sequence[Case], roofs: Roofs) -> list[Finding]:
+    def against(peer: str, ours: str, some: Sequence[Case] = cases) -> list[_Point]:
+        return _points(some, lambda case: ratio(case, ours, peer))
+
+    target = 1.15 if dtype == "bf16" else None
+    label = f"convolutions, speed over {peers.ONEDNN}"
+    findings = _ratio_findings(dtype, against(peers.ONEDNN, peers.OURS), label, target)
+    for model in MODEL_CONVS:
+        of_model = [case for case in cases if isinstance(case.shape, ConvShape) and case.shape.model == model]
+        points = against(peers.ONEDNN, peers.OURS, of_model)
+        if points:
+            mean = geometric_mean(point.value for point in points)
+            findings.append(Finding(dtype, f"{label}, {model}, geometric mean", mean, "x", len(points)))
+    over_eager = against(conv_peers.EAGER, peers.OURS)
+    findings += _ratio_findings(dtype, over_eager, f"convolutions, speed over {conv_peers.EAGER}", None)
+    timed = [case for case in cases if peers.OURS in case.timings]
+    shares = _points(timed, lambda case: roofs.peak_share(dtype, case.shape.flop, case.seconds(peers.OURS)))
+    findings += _share_findings(dtype, shares, "convolutions, share of the peak", None)
+    apart = against(conv_peers.OURS_APART, conv_peers.OURS_END)
+    findings += _ratio_findings(dtype, apart, "fused residual end, speed over conv, add, relu apart", None)
+    onednn = against(conv_peers.ONEDNN_END, conv_peers.OURS_END)
+    return findings + _ratio_findings(dtype, onednn, "fused residual end, speed over oneDNN's", None)
+
+
 def summarize(cases: Sequence[Case], roofs: Roofs) -> list[Finding]:
     findings = []
     for dtype in dict.fromkeys(case.dtype for case in cases):
-        findings += _findings_of(dtype, [case for case in cases if case.dtype == dtype], roofs)
+        of_dtype = [case for case in cases if case.dtype == dtype]
+        findings += _findings_of(dtype, [case for case in of_dtype if isinstance(case.shape, Shape)], roofs)
+        findings += _conv_findings(dtype, [case for case in of_dtype if isinstance(case.shape, ConvShape)], roofs)
     return findings
 
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import xopt
 
 MIB = 1 << 20
 LARGEST_SET = 512 * MIB
-
-# glibc: parameters of mallopt and their defaults.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
-_DEFAULT_TRIM_THRESHOLD = 128 << 10
-_DEFAULT_MMAP_MAX = 65536
+MOST_COPIES = 1024  # of a weight that is small beside its images: what it is read from does not matter then
 
 
 @dataclass(frozen=True)
@@ -41,29 +34,20 @@ class Rotation:
 
 
 def plan_rotation(weight_bytes: int, caches: Caches, threads: int) -> Rotation:
-    """At least two copies and twice all L2 together; twice the last-level cache too, up to LARGEST_SET."""
+    """At least two copies and twice all L2 together, and twice the last-level cache; not past either bound."""
     wanted = max(2 * threads * caches.l2_bytes, min(2 * caches.last_level_bytes, LARGEST_SET))
-    copies = max(2, math.ceil(wanted / weight_bytes))
+    copies = min(MOST_COPIES, max(2, math.ceil(wanted / weight_bytes)))
     set_bytes = copies * weight_bytes
     source = "memory" if set_bytes > caches.last_level_bytes else "last-level cache"
     return Rotation(copies=copies, set_bytes=set_bytes, source=source)
 
 
-@contextmanager
-def outputs_kept_mapped() -> Iterator[None]:
+def outputs_kept_mapped() -> AbstractContextManager[object]:
     """Has malloc keep what is freed, as a caching allocator would.
 
     Otherwise every large output would be mapped anew, and all contenders would be timed mostly on page faults.
     """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):
-        yield
-        return
-    library.mallopt(_M_MMAP_MAX, 0)
-    library.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
     try:
-        yield
-    finally:
-        library.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
-        library.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD)
-        library.malloc_trim(0)
+        return xopt.runtime.memory_pool()
+    except RuntimeError:  # another allocator stands in malloc's place, and keeps what is freed by itself
+        return nullcontext()

@@ -32,6 +32,11 @@ class Shape:
         return f"{self.m}x{self.n}x{self.k}"
 
     @property
+    def layer(self) -> tuple[int, int]:
+        """What the shapes that follow each other have to share to use one weight."""
+        return self.n, self.k
+
+    @property
     def flop(self) -> int:
         return 2 * self.m * self.n * self.k
 

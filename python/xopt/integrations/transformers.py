@@ -17,8 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from xopt.graph.symbol import is_symbolic, opaque_rules, recorder_of
 from xopt.modules.attention import attend, can_attend
 from xopt.modules.base import Context, Replacement, own_forward
-from xopt.modules.linear import PackedProduct, product_problem
+from xopt.modules.linear import PackedProduct
 from xopt.modules.pattern import step
+from xopt.modules.product import product_problem
 
 NAME = "xopt"
 _IGNORED = frozenset(

@@ -7,11 +7,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from xopt import machine
 from xopt.launch import allocator, distributed, openmp
 from xopt.launch.errors import LaunchError
 from xopt.launch.placement import Request
 from xopt.launch.plan import python_command
-from xopt.launch.topology import parse_list
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -175,9 +175,12 @@ def _add_course(group: argparse._ArgumentGroup) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        return parse_list(text)
+        numbers = machine.parse_list(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if not numbers:
+        raise argparse.ArgumentTypeError("expected numbers and ranges like 0-3,8, got none")
+    return numbers
 
 
 def check(chosen: argparse.Namespace) -> None:

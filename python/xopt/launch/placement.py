@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from xopt.launch.errors import LaunchError
-from xopt.launch.topology import Core, Topology, format_list
+from xopt.launch.topology import Core, Topology
+from xopt.machine import format_list
 
 CORES_IN_LATENCY_MODE = 4
 

@@ -15,7 +15,8 @@ from xopt.launch.allocator import Allocator
 from xopt.launch.errors import LaunchError
 from xopt.launch.openmp import OpenMP
 from xopt.launch.placement import Placement, Placements
-from xopt.launch.topology import Topology, format_list
+from xopt.launch.topology import Topology
+from xopt.machine import format_list
 
 # Variables by which other OpenMP settings of the user say where threads go: then none of ours does.
 _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")

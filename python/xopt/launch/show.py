@@ -6,7 +6,7 @@ import json
 import shlex
 
 from xopt.launch.plan import Instance, Plan
-from xopt.launch.topology import format_list
+from xopt.machine import format_list
 
 
 def print_plan(plan: Plan, *, as_json: bool, explain: bool) -> None:

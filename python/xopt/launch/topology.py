@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,41 +69,16 @@ class Topology:
         return min(able, key=lambda number: (number != node, distances.get(number, 255), number))
 
 
-def parse_list(text: str) -> tuple[int, ...]:
-    """ "0-2,8" -> (0, 1, 2, 8), in the order given; ValueError where it is no such list."""
-    numbers: list[int] = []
-    for part in text.strip().split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        if found is None:
-            raise ValueError(f"expected numbers and ranges like 0-3,8, got {text!r}")
-        first, last = int(found[1]), int(found[2] or found[1])
-        if last < first:
-            raise ValueError(f"the range {part.strip()} runs downwards")
-        numbers += range(first, last + 1)
-    return tuple(numbers)
-
-
-def format_list(numbers: Iterable[int]) -> str:
-    """(0, 1, 2, 8) -> "0-2,8"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def read(root: Path = machine.ROOT, affinity: Collection[int] | None = None) -> Topology:
     """The machine below `root`. `affinity`: the CPUs this process may run on; None: as /proc/self/status has it."""
     cpu_directory = root / "sys/devices/system/cpu"
     allowed = set(_affinity(root) if affinity is None else affinity)
-    online = set(_list_in(cpu_directory / "online") or allowed)
+    online = set(machine.list_in(cpu_directory / "online") or allowed)
     cpuset = machine.cgroup_cpuset(root)
-    within_cpuset = set(parse_list(cpuset.cpus)) if cpuset.cpus else online
+    within_cpuset = set(machine.parse_list(cpuset.cpus)) if cpuset.cpus else online
     usable = online & allowed & within_cpuset
     nodes, node_of = _nodes(root, online, cpuset.nodes)
-    efficient = set(_list_in(root / "sys/devices/cpu_atom/cpus"))
+    efficient = set(machine.list_in(root / "sys/devices/cpu_atom/cpus"))
     cores = {}
     for cpu in sorted(usable):
         siblings = _siblings(cpu_directory, cpu, online)
@@ -117,7 +92,7 @@ def read(root: Path = machine.ROOT, affinity: Collection[int] | None = None) -> 
     return Topology(
         cores=tuple(sorted(cores.values(), key=lambda core: (core.node, core.cpus))),
         nodes=nodes,
-        offline=_list_in(cpu_directory / "offline"),
+        offline=machine.list_in(cpu_directory / "offline"),
         forbidden=tuple(sorted(online - usable)),
         quota=machine.cgroup_limits(root).cpus,
         virtual=" hypervisor" in (machine.read_text(root / "proc/cpuinfo") or ""),
@@ -130,7 +105,7 @@ def read_own() -> Topology:
 
 
 def _affinity(root: Path) -> tuple[int, ...]:
-    return parse_list(_status_field(root, "Cpus_allowed_list") or "0")
+    return machine.parse_list(_status_field(root, "Cpus_allowed_list") or "0")
 
 
 def _status_field(root: Path, name: str) -> str | None:
@@ -140,7 +115,7 @@ def _status_field(root: Path, name: str) -> str | None:
 
 def _siblings(cpu_directory: Path, cpu: int, online: set[int]) -> tuple[int, ...]:
     topology = cpu_directory / f"cpu{cpu}/topology"
-    listed = _list_in(topology / "core_cpus_list") or _list_in(topology / "thread_siblings_list")
+    listed = machine.list_in(topology / "core_cpus_list") or machine.list_in(topology / "thread_siblings_list")
     return tuple(sorted((set(listed) & online) | {cpu}))
 
 
@@ -154,7 +129,7 @@ def _nodes(root: Path, online: set[int], cpuset_nodes: str | None) -> tuple[tupl
     usable = {node.node for node in found}
     for text in (_status_field(root, "Mems_allowed_list"), cpuset_nodes):
         if text:
-            usable &= set(parse_list(text))
+            usable &= set(machine.parse_list(text))
     nodes = tuple(
         Node(
             number=node.node,
@@ -164,16 +139,11 @@ def _nodes(root: Path, online: set[int], cpuset_nodes: str | None) -> tuple[tupl
         )
         for node in found
     )
-    return nodes, {cpu: node.node for node in found if node.cpus for cpu in parse_list(node.cpus)}
+    return nodes, {cpu: node.node for node in found for cpu in machine.parse_list(node.cpus)}
 
 
 def _distances(path: Path) -> tuple[int, ...]:
     return tuple(int(field) for field in (machine.read_text(path) or "").split())
-
-
-def _list_in(path: Path) -> tuple[int, ...]:
-    text = machine.read_text(path)
-    return parse_list(text) if text else ()
 
 
 def _number_in(path: Path, default: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -11,15 +12,15 @@ from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, shape_of, step
+from xopt.ops.fakes import FLOATING
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _attention = torch.ops.xopt.attention.default
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether the kernel takes these tensors."""
     dtype = query.dtype
-    if query.ndim != 4 or dtype not in _FLOATING or key.dtype != dtype or value.dtype != dtype:
+    if query.ndim != 4 or dtype not in FLOATING or key.dtype != dtype or value.dtype != dtype:
         return False
     if query.device.type != "cpu" or key.shape[0] != query.shape[0] or key.shape[:3] != value.shape[:3]:
         return False
@@ -27,7 +28,7 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
         wanted = query.requires_grad or key.requires_grad or value.requires_grad
         if wanted or (mask is not None and mask.requires_grad):
             return False
-    return mask is None or (mask.ndim <= 4 and (mask.dtype == torch.bool or mask.dtype in _FLOATING))
+    return mask is None or (mask.ndim <= 4 and (mask.dtype == torch.bool or mask.dtype in FLOATING))
 
 
 def attend(
@@ -52,6 +53,18 @@ def scaled_dot_product_attention(
     return attend(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
 
 
+def join_masks(first: Any, second: Any) -> Any:
+    """Two masks as one: of booleans, where True takes part, or to be added."""
+    if first.dtype == second.dtype == torch.bool:
+        return first & second
+    dtype = second.dtype if first.dtype == torch.bool else first.dtype
+    first, second = (
+        torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
+        for mask in (first, second)
+    )
+    return first + second
+
+
 class FindAttention(Pattern):
     stage: ClassVar[int] = 1
     switch: ClassVar[str] = "fuse_attention"
@@ -64,7 +77,7 @@ class FindAttention(Pattern):
             mask, dropout, causal, scale, gqa = (
                 argument(node, place, name) for place, name in enumerate(names, start=3)
             )
-            if query is None or len(shape_of(query)) != 4 or dropout or dtype_of(query) not in _FLOATING:
+            if query is None or len(shape_of(query)) != 4 or dropout or dtype_of(query) not in FLOATING:
                 continue
             kwargs = {"causal": bool(causal), "scale": scale, "gqa": bool(gqa)}
             replace(graph, node, scaled_dot_product_attention, (query, key, value, mask), kwargs)

@@ -14,6 +14,7 @@ from torch import nn
 
 from xopt.config import Config
 from xopt.modules.packed_parameter import PackedParameter
+from xopt.ops.fakes import FLOATING
 
 
 @dataclass
@@ -78,12 +79,18 @@ def derive(replacement: type, source: type, *, below: bool = False) -> type:
             "__module__": source.__module__,
             "__qualname__": source.__qualname__,
             "__doc__": source.__doc__,
-            "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source, below), self.__dict__),
+            "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source, below), _state(self)),
         }
         attributes |= getattr(replacement, "attributes", lambda source: {})(source)
         bases = (source, replacement) if below else (replacement, source)
         _derived[key] = type(source.__name__, bases, attributes)
     return _derived[key]
+
+
+def _state(module: nn.Module) -> Any:
+    """What pickle keeps of a module: what its class says, where that says anything (nn.LSTM leaves out references)."""
+    own_state = getattr(type(module), "__getstate__", None)
+    return module.__dict__ if own_state in (None, getattr(object, "__getstate__", None)) else own_state(module)
 
 
 def _restore(replacement: type, source: type, below: bool) -> nn.Module:
@@ -118,7 +125,7 @@ def plain_parameter_problem(module: nn.Module, name: str) -> str | None:
         return f"its {name} is on device {parameter.device}"
     if parameter.layout != torch.strided:
         return f"its {name} has layout {parameter.layout}"
-    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if parameter.dtype not in FLOATING:
         return f"its {name} has dtype {parameter.dtype}"
     return None
 

@@ -15,12 +15,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
-from xopt.modules.base import Context, Replacement, derive, own_forward, plain_parameter_problem, result_dtype
+from xopt.modules.base import Context, Replacement, derive, own_forward, result_dtype
 from xopt.modules.folded_norm import folded
-from xopt.modules.linear import finished, fused_names
 from xopt.modules.packed_parameter import PackedParameter
-from xopt.modules.packed_state import FLOATING, PackedState
+from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
+from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FUNCTIONS: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -42,12 +42,7 @@ class PackedConv(Replacement, PackedState, _ConvNd):
             return "transposed convolutions are left to torch"
         if own_forward(module, kind) or type(module)._conv_forward is not kind._conv_forward:
             return "it has a forward of its own"
-        problem = plain_parameter_problem(module, "weight")
-        if problem is not None:
-            return problem
-        if module.bias is not None and module.bias.dtype not in FLOATING:
-            return f"its bias has dtype {module.bias.dtype}"
-        return None
+        return product_problem(module)
 
     @classmethod
     def replace(cls, module: _ConvNd, context: Context) -> str:
@@ -68,19 +63,12 @@ class PackedConv(Replacement, PackedState, _ConvNd):
             symbol: Any = input
             return recorder_of(symbol).call_module(self, conv, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
         bias = self._parameters["bias"]
-        wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-        if not has_packed_weight(self) or wants_gradient or input.dtype not in FLOATING:
+        if not has_packed_weight(self) or is_for_torch(input, bias):
             return self.plain_forward(input)
         return run(self, input, bias, out_dtype=result_dtype(input))
 
     def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight: torch.Tensor = self.weight
-        bias: torch.Tensor | None = self.bias
-        if type(weight) is PackedParameter:
-            weight = weight.unpack()
-        if input.dtype in FLOATING and not torch.is_autocast_enabled("cpu"):
-            weight = weight.to(input.dtype)
-            bias = None if bias is None else bias.to(input.dtype)
+        weight, bias = plain_parameters(self, input)
         return self._conv_forward(input, weight, bias)
 
 
@@ -146,37 +134,21 @@ def output_shape(module: Any, input: torch.Tensor) -> tuple[int, ...]:
     return (*input.shape[: -dims - 1], module.out_channels, *spatial)
 
 
-def _label(kwargs: dict[str, Any]) -> str:
-    norm = ["batch_norm"] if kwargs.get("norm") else []
-    fused = norm + fused_names(kwargs)
-    return "+".join(["conv", *fused]) if fused else ""
-
-
-@step(_label)
+@step(label("conv"))
 def conv(
     module: PackedConv,
     input: torch.Tensor,
     *,
     norm: tuple[torch.Tensor | None, ...] | None = None,
     eps: float = 0.0,
-    activation: str = "none",
-    alpha: float = 0.0,
-    beta: float = 0.0,
-    binary: str = "none",
     other: torch.Tensor | None = None,
-    activation_last: bool = False,
     out_dtype: torch.dtype | None = None,
+    **after: Any,
 ) -> torch.Tensor:
-    """The step of a recorded graph that calls the module; patterns hand it what follows: a BatchNorm's running mean,
-    variance, weight and bias, then what a product may end in."""
+    """The step of a recorded graph that calls the module; patterns hand it what follows: see `finished`."""
     bias: torch.Tensor | None = module._parameters["bias"]
     if not has_packed_weight(module) or (other is not None and other.shape != output_shape(module, input)):
-        result = module(input)
-        if norm is not None:
-            mean, variance, weight, norm_bias = norm
-            result = functional.batch_norm(result, mean, variance, weight, norm_bias, eps=eps)
-        result = finished(result, activation, alpha, beta, binary, other, activation_last)
-        return result if out_dtype is None else result.to(out_dtype)
+        return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale = None
     if norm is not None:
         scale, bias = folded(module, bias, norm, eps)
@@ -185,11 +157,7 @@ def conv(
         input,
         bias,
         scale=scale,
-        activation=activation,
-        alpha=alpha,
-        beta=beta,
-        binary=binary,
         other=other,
-        activation_last=activation_last,
         out_dtype=result_dtype(input) if out_dtype is None else out_dtype,
+        **after,
     )

@@ -34,9 +34,7 @@ class CastEmbedding(Replacement, PackedState, nn.Embedding):
     def why_not(cls, module: nn.Embedding, context: Context) -> str | None:
         if "forward" in module.__dict__ or not _goes_on(type(module)):
             return "it has a forward of its own"
-        if module.max_norm is not None:
-            return "max_norm changes its weight in every call"
-        return plain_parameter_problem(module, "weight")
+        return _table_problem(module)
 
     @classmethod
     def replace(cls, module: nn.Embedding, context: Context) -> str:
@@ -50,17 +48,11 @@ class CastEmbedding(Replacement, PackedState, nn.Embedding):
         return f"cast to {str(module.weight.dtype).removeprefix('torch.')}"
 
     def forward(self, input: Any) -> torch.Tensor:
-        rows = self._rows(input)
-        # Outside of autocast it has no input that could say which dtype is wanted.
-        return rows if torch.is_autocast_enabled("cpu") else rows.to(self._xopt_source_dtype)
-
-    def _rows(self, input: Any) -> torch.Tensor:
-        weight = self._parameters["weight"]
-        if type(weight) is not PackedParameter:
-            return functional.embedding(input, self.weight, self.padding_idx)
-        if type(input) is Symbol:
-            return recorder_of(input).call_module(self, packed_rows, input)  # type: ignore[no-any-return]
-        return packed_rows(self, input)
+        if type(input) is Symbol and type(self._parameters["weight"]) is PackedParameter:
+            rows = recorder_of(input).call_module(self, packed_rows, input)
+        else:
+            rows = packed_rows(self, input)
+        return _in_wanted_dtype(rows, self._xopt_source_dtype)
 
 
 @step("")
@@ -81,9 +73,7 @@ class CastEmbeddingBag(Replacement, nn.EmbeddingBag):
     def why_not(cls, module: nn.EmbeddingBag, context: Context) -> str | None:
         if own_forward(module, nn.EmbeddingBag):
             return "it has a forward of its own"
-        if module.max_norm is not None:
-            return "max_norm changes its weight in every call"
-        return plain_parameter_problem(module, "weight")
+        return _table_problem(module)
 
     @classmethod
     def replace(cls, module: nn.EmbeddingBag, context: Context) -> str:
@@ -96,7 +86,18 @@ class CastEmbeddingBag(Replacement, nn.EmbeddingBag):
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.to(self.weight.dtype)
         bags = super().forward(input, offsets, per_sample_weights)
-        return bags if torch.is_autocast_enabled("cpu") else bags.to(self._xopt_source_dtype)
+        return _in_wanted_dtype(bags, self._xopt_source_dtype)
+
+
+def _table_problem(module: Any) -> str | None:
+    if module.max_norm is not None:
+        return "max_norm changes its weight in every call"
+    return plain_parameter_problem(module, "weight")
+
+
+def _in_wanted_dtype(rows: torch.Tensor, source_dtype: torch.dtype) -> torch.Tensor:
+    """Outside of autocast it has no input that could say which dtype is wanted."""
+    return rows if torch.is_autocast_enabled("cpu") else rows.to(source_dtype)
 
 
 def _goes_on(kind: type[nn.Module]) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from xopt.modules.pattern import argument, dtype_of
+from xopt.ops.fakes import FLOATING
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _ARGUMENTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
 _FOLDED = "_xopt_folded"
 
@@ -72,4 +72,4 @@ def norm_of(node: Node) -> dict[str, Any] | None:
 
 
 def _is_constant(node: Any) -> bool:
-    return node is None or (isinstance(node, Node) and node.op == "get_attr" and dtype_of(node) in _FLOATING)
+    return node is None or (isinstance(node, Node) and node.op == "get_attr" and dtype_of(node) in FLOATING)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch.fx import Graph, Node
 from torch.nn import functional
 
@@ -24,8 +23,7 @@ from xopt.modules.pattern import (
     shape_of,
     used_only_for,
 )
-
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+from xopt.ops.fakes import FLOATING
 
 
 class LinearBatchNorm(Pattern):
@@ -112,5 +110,5 @@ def _is_alike(node: Node, source: Node, other: Any) -> bool:
     return (
         isinstance(other, Node)
         and shape_of(other) == shape_of(node) == shape_of(source) != ()
-        and dtype_of(other) in _FLOATING
+        and dtype_of(other) in FLOATING
     )

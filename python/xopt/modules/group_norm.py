@@ -15,8 +15,8 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.modules.activation import ACTIVATIONS, activation_of
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, is_call, replace, shape_of, step, used_only_for
+from xopt.ops.fakes import FLOATING
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _FUSED = ("relu", "silu")
 _group_norm = torch.ops.xopt.group_norm.default
 
@@ -47,7 +47,7 @@ class FindGroupNorm(Pattern):
         for node in calls(graph, functional.group_norm):
             source: Any = node.args[0]
             groups, weight, bias = (argument(node, place, name) for place, name in _ARGUMENTS)
-            if dtype_of(node) in _FLOATING and dtype_of(source) in _FLOATING and 3 <= len(shape_of(source)) <= 5:
+            if dtype_of(node) in FLOATING and dtype_of(source) in FLOATING and 3 <= len(shape_of(source)) <= 5:
                 kwargs = {"eps": argument(node, 4, "eps", 1e-5), "out_dtype": dtype_of(node)}
                 replace(graph, node, group_norm, (source, groups, weight, bias), kwargs)
 

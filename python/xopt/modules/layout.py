@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from xopt.modules.containers import map_tensors
 from xopt.modules.conv import PackedConv, computes_channels_last
+from xopt.ops.fakes import FLOATING
 
 _log = logging.getLogger("xopt")
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _VIEW_ERROR = "view size is not compatible"
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def image_dims(module: nn.Module) -> frozenset[int]:
@@ -58,10 +59,10 @@ class Layout:
                 "%s: computes in the layout of its input, since it takes a view of an image", type(module).__name__
             )
             return forward(module, args, kwargs)
-        return self._contiguous(result)
+        return map_tensors(self._contiguous, result)
 
     def _channels_last(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.dim() not in self._dims or value.dtype not in _FLOATING:
+        if type(value) is not torch.Tensor or value.dim() not in self._dims or value.dtype not in FLOATING:
             return value
         if value.stride(1) == 1 or value.device.type != "cpu" or value.layout != torch.strided:
             return value
@@ -72,19 +73,6 @@ class Layout:
             image = image.as_strided(image.shape, strides)
         return image
 
-    def _contiguous(self, result: Any) -> Any:
-        """Images in the containers that models answer in."""
-        if isinstance(result, torch.Tensor):
-            is_image = result.dim() in self._dims and result.layout == torch.strided
-            return result.contiguous() if is_image else result
-        if isinstance(result, dict):  # transformers' outputs too: writing an item sets the attribute as well
-            for key, value in list(result.items()):
-                restored = self._contiguous(value)
-                if restored is not value:
-                    result[key] = restored
-            return result
-        if isinstance(result, tuple) and hasattr(result, "_fields"):
-            return type(result)(*(self._contiguous(item) for item in result))
-        if type(result) in (tuple, list):
-            return type(result)(self._contiguous(item) for item in result)
-        return result
+    def _contiguous(self, result: torch.Tensor) -> torch.Tensor:
+        is_image = result.dim() in self._dims and result.layout == torch.strided
+        return result.contiguous() if is_image else result

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from xopt.graph.symbol import is_symbolic, recorder_of
-from xopt.modules.attention import scaled_dot_product_attention
+from xopt.modules.attention import join_masks, scaled_dot_product_attention
 from xopt.modules.base import (
     Context,
     Replacement,
@@ -25,8 +25,9 @@ from xopt.modules.base import (
 )
 from xopt.modules.linear import place_of
 from xopt.modules.packed_parameter import PackedParameter
-from xopt.modules.packed_state import FLOATING, PackedState
+from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
+from xopt.ops.fakes import FLOATING
 
 _linear = torch.ops.xopt.linear.default
 _PANEL = 32
@@ -78,7 +79,7 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
                 (query, key, value), key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         causal = is_causal and key_padding_mask is None and not need_weights
-        mask = None if causal else _mask(attn_mask, key_padding_mask, self.num_heads, query)
+        mask = None if causal else _mask(attn_mask, key_padding_mask, self.num_heads)
         recording = is_symbolic((query, key, value), {})
         if recording:
             projected = recorder_of(query, key, value).call_module(self, in_projection, query, key, value)
@@ -211,7 +212,7 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None, features: int, fir
     )
 
 
-def _mask(attn_mask: Any, key_padding_mask: Any, heads: int, query: Any) -> Any:
+def _mask(attn_mask: Any, key_padding_mask: Any, heads: int) -> Any:
     """One mask for [batch, heads, queries, keys]; of booleans, where True is a key that takes part, or to be added."""
     masks = []
     if attn_mask is not None:
@@ -219,16 +220,8 @@ def _mask(attn_mask: Any, key_padding_mask: Any, heads: int, query: Any) -> Any:
     if key_padding_mask is not None:
         keys = key_padding_mask if key_padding_mask.ndim == 2 else key_padding_mask.unsqueeze(0)
         masks.append(keys.unsqueeze(1).unsqueeze(1))
-    if all(mask.dtype == torch.bool for mask in masks):
-        masks = [~mask for mask in masks]
-        return masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
-    dtype = query.dtype
-    added = [_to_be_added(mask, dtype) if mask.dtype == torch.bool else mask for mask in masks]
-    return added[0] + added[1] if len(added) == 2 else added[0]
-
-
-def _to_be_added(hidden: Any, dtype: torch.dtype) -> Any:
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))
+    masks = [~mask if mask.dtype == torch.bool else mask for mask in masks]
+    return join_masks(*masks) if len(masks) == 2 else next(iter(masks), None)
 
 
 def _attend_with_weights(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:

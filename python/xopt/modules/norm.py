@@ -29,8 +29,8 @@ from xopt.modules.pattern import (
     step,
     without_casts,
 )
+from xopt.ops.fakes import FLOATING
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _layer_norm = torch.ops.xopt.layer_norm.default
 _linear_norm = torch.ops.xopt.linear_norm.default
 _rms_norm = torch.ops.xopt.rms_norm.default
@@ -120,7 +120,7 @@ _RMS_NORM_ARGUMENTS = ((1, "normalized_shape"), (2, "weight"), (3, "eps"))
 
 
 def _is_floating(node: Node) -> bool:
-    return dtype_of(node) in _FLOATING and dtype_of(node.args[0]) in _FLOATING
+    return dtype_of(node) in FLOATING and dtype_of(node.args[0]) in FLOATING
 
 
 def _last_cast(node: Node) -> Node:
@@ -139,7 +139,7 @@ def _rms_norm_written_out(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]] 
             eps = _rsqrt_of_mean_square(without_casts(factor), without_casts(x))
             if eps is not None and shape_of(parameter) == shape_of(x)[-1:]:
                 out_dtype = dtype_of(_last_cast(node))
-                if out_dtype in _FLOATING and dtype_of(without_casts(x)) in _FLOATING:
+                if out_dtype in FLOATING and dtype_of(without_casts(x)) in FLOATING:
                     kwargs = {"eps": eps, "weight_offset": offset, "out_dtype": out_dtype}
                     return (without_casts(x), parameter), kwargs
     return None

@@ -35,6 +35,8 @@ class Place(NamedTuple):
     """Which of the two weights of a gated pair it is, for `torch.ops.xopt.linear_gated`; None: no such pair."""
     groups: int | None = None
     """The groups of a convolution, whose weight it is; None: a linear layer's."""
+    gates: int | None = None
+    """The gates of a recurrent layer, whose rows `torch.ops.xopt.recurrent` wants by blocks of units; None: plain."""
 
 
 class PackedParameter(nn.Parameter):
@@ -74,11 +76,17 @@ class PackedParameter(nn.Parameter):
 
     @classmethod
     def pack(
-        cls, weight: Tensor, dtype: torch.dtype, *, transposed: bool = False, groups: int | None = None
+        cls,
+        weight: Tensor,
+        dtype: torch.dtype,
+        *,
+        transposed: bool = False,
+        groups: int | None = None,
+        gates: int | None = None,
     ) -> PackedParameter:
         features = weight.shape[1 if transposed else 0]
-        place = Place(_pack(_rows(weight, transposed), dtype, groups), features, groups=groups)
-        return cls(place, weight.shape, dtype, transposed)
+        packed = _pack(_rows(weight, transposed), dtype, groups, gates)
+        return cls(Place(packed, features, groups=groups, gates=gates), weight.shape, dtype, transposed)
 
     def unpack(self) -> Tensor:
         """The logical weight. While a copy is in use, the same one is given out, so that tied weights stay tied."""
@@ -94,11 +102,14 @@ class PackedParameter(nn.Parameter):
         return values.t().contiguous() if self.transposed else values
 
     def _unpack_rows(self) -> Tensor:
-        packed, features, first_column, in_pair, groups = self.place
+        packed, features, first_column, in_pair, groups, gates = self.place
         with torch.no_grad():
             if groups is not None:
                 return torch.ops.xopt.conv_unpack(packed, self.shape, groups, self.dtype)  # type: ignore[no-any-return]
             rows, columns = self.out_features, self.in_features
+            if gates is not None:
+                blocks = torch.ops.xopt.linear_unpack(packed, _block_rows(rows, gates), columns, self.dtype)
+                return _from_blocks(blocks, gates, rows)
             if in_pair is not None:
                 pair = torch.ops.xopt.linear_unpack_gated(packed, rows, columns, self.dtype)
                 return pair[in_pair]  # type: ignore[no-any-return]
@@ -113,7 +124,7 @@ class PackedParameter(nn.Parameter):
 
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
-        packed = _pack(_rows(weight, self.transposed), self.dtype, self.place.groups)
+        packed = _pack(_rows(weight, self.transposed), self.dtype, self.place.groups, self.place.gates)
         if self.is_packed_alone:
             self.packed.copy_(packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
@@ -171,11 +182,32 @@ class PackedParameter(nn.Parameter):
         return f"PackedParameter({self.unpack()!r})"
 
 
-def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None) -> Tensor:
+def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | None) -> Tensor:
     with torch.no_grad():
-        if groups is None:
-            return torch.ops.xopt.linear_pack(weight.detach(), dtype=dtype)  # type: ignore[no-any-return]
-        return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
+        if groups is not None:
+            return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
+        rows = weight.detach() if gates is None else _in_blocks(weight.detach(), gates)
+        return torch.ops.xopt.linear_pack(rows, dtype=dtype)  # type: ignore[no-any-return]
+
+
+# ---- The weights of a recurrent layer: rows [gate, unit] packed as [block of 32 units, gate, unit of the block] ------
+
+
+def _block_rows(rows: int, gates: int) -> int:
+    return -(-rows // gates // _PANEL) * gates * _PANEL
+
+
+def _in_blocks(weight: Tensor, gates: int) -> Tensor:
+    rows, columns = weight.shape
+    padded = weight.new_zeros((gates, _block_rows(rows, gates) // gates, columns))
+    padded[:, : rows // gates] = weight.reshape(gates, rows // gates, columns)
+    return padded.reshape(gates, -1, _PANEL, columns).transpose(0, 1).reshape(-1, columns)
+
+
+def _from_blocks(blocks: Tensor, gates: int, rows: int) -> Tensor:
+    columns = blocks.shape[1]
+    by_gate = blocks.reshape(-1, gates, _PANEL, columns).transpose(0, 1).reshape(gates, -1, columns)
+    return by_gate[:, : rows // gates].reshape(rows, columns)
 
 
 # ---- Several weights in one ------------------------------------------------------------------------------------------

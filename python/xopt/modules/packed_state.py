@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from xopt.modules.packed_parameter import PackedParameter
-
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+from xopt.ops.fakes import FLOATING
 
 
 class PackedState(nn.Module):
@@ -64,5 +63,8 @@ class PackedState(nn.Module):
 
 def _repacked(values: torch.Tensor, before: PackedParameter) -> nn.Parameter:
     if values.device.type == "cpu" and values.dtype in FLOATING:
-        return PackedParameter.pack(values, values.dtype, transposed=before.transposed, groups=before.place.groups)
+        place = before.place
+        return PackedParameter.pack(
+            values, values.dtype, transposed=before.transposed, groups=place.groups, gates=place.gates
+        )
     return nn.Parameter(values, requires_grad=False)

@@ -14,8 +14,8 @@ from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward
+from xopt.ops.fakes import FLOATING
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _DIMS: dict[type[nn.Module], int] = {
     **{nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3},
     **{nn.AvgPool1d: 1, nn.AvgPool2d: 2},
@@ -66,7 +66,7 @@ def pool(module: Any, input: torch.Tensor) -> torch.Tensor:
     kind = _kind_of(module)
     assert kind is not None, "a pool of an unknown kind was replaced"
     dims = _DIMS[kind]
-    fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in _FLOATING
+    fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in FLOATING
     if not fits or (torch.is_grad_enabled() and input.requires_grad):
         return kind.forward(module, input)  # type: ignore[no-any-return]
     average = isinstance(module, _AvgPoolNd)

@@ -16,6 +16,7 @@ from torch import nn
 
 from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
+from xopt.modules.containers import map_tensors
 from xopt.modules.layout import Layout, image_dims
 
 
@@ -48,29 +49,15 @@ class RootForward:
             return self._layout.call(self._forward, module, args, kwargs)
         with torch.autocast("cpu", dtype=self._dtype):
             result = self._layout.call(self._forward, module, args, kwargs)
-        return self._restore_dtype(result)
+        return map_tensors(self._restore_dtype, result)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if PROGRAMS in module.__dict__:
             return run(module, type(module).forward, args, kwargs)
         return type(module).forward(module, *args, **kwargs)
 
-    def _restore_dtype(self, result: Any) -> Any:
-        """Tensors of the optimized dtype become the source's, in the containers that models answer in. Whatever else
-        a model returns (a key-value cache) goes back in as it came out, and keeps its dtype."""
-        if isinstance(result, torch.Tensor):
-            return result.to(self._source_dtype) if result.dtype == self._dtype else result
-        if isinstance(result, dict):  # transformers' outputs too: writing an item sets the attribute as well
-            for key, value in list(result.items()):
-                restored = self._restore_dtype(value)
-                if restored is not value:
-                    result[key] = restored
-            return result
-        if isinstance(result, tuple) and hasattr(result, "_fields"):
-            return type(result)(*(self._restore_dtype(item) for item in result))
-        if type(result) in (tuple, list):
-            return type(result)(self._restore_dtype(item) for item in result)
-        return result
+    def _restore_dtype(self, result: torch.Tensor) -> torch.Tensor:
+        return result.to(self._source_dtype) if result.dtype == self._dtype else result
 
     @property
     def __code__(self) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.nn import functional
 
-from xopt.modules.attention import scaled_dot_product_attention
+from xopt.modules.attention import join_masks, scaled_dot_product_attention
 from xopt.modules.pattern import (
     ADD,
     MULTIPLY,
@@ -24,8 +24,8 @@ from xopt.modules.pattern import (
     operands,
     shape_of,
 )
+from xopt.ops.fakes import FLOATING
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _MATMUL = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
 _DIVIDE = (operator.truediv, torch.div, "div", "__truediv__")
 _SOFTMAX = (torch.softmax, functional.softmax, "softmax")
@@ -88,7 +88,7 @@ def _attention(node: Node) -> _Written | None:
 def _fits(node: Node, product: tuple[Node, Node], value: Node) -> bool:
     tensors = [node, *product, value]
     dtypes = {dtype_of(tensor) for tensor in tensors}
-    if not dtypes <= set(_FLOATING) or len({len(shape_of(tensor)) for tensor in tensors}) != 1:
+    if not dtypes <= set(FLOATING) or len({len(shape_of(tensor)) for tensor in tensors}) != 1:
         return False
     if torch.is_autocast_enabled("cpu"):
         return dtype_of(node) == torch.get_autocast_dtype("cpu")
@@ -131,7 +131,7 @@ def _unmasked(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
     found = operands(node, ADD)
     if found is not None:
         for scores, mask in (found, found[::-1]):
-            if dtype_of(mask) in _FLOATING and _is_mask(mask) and shape_of(scores) == shape_of(node):
+            if dtype_of(mask) in FLOATING and _is_mask(mask) and shape_of(scores) == shape_of(node):
                 masks.append(("add", mask, None))
                 return scores
     if is_call(node, torch.masked_fill, "masked_fill") and len(node.args) == 3:
@@ -196,16 +196,6 @@ def as_mask(kind: str, mask: torch.Tensor, value: float | None) -> torch.Tensor:
     if value == -math.inf:
         return ~mask.bool()
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask.bool(), value)  # type: ignore[arg-type]
-
-
-def join_masks(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    if first.dtype == second.dtype == torch.bool:
-        return first & second
-    masks = [
-        torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
-        for mask in (first, second)
-    ]
-    return masks[0] + masks[1]
 
 
 def with_one_head(mask: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def _cpus_of_process() -> set[int]:
 
 
 def _cores_of_node(node: int) -> tuple[int, ...]:
-    nodes = {known.node: machine.parse_cpus(known.cpus) for known in machine.numa_nodes()}
+    nodes = {known.node: machine.parse_list(known.cpus) for known in machine.numa_nodes()}
     if node not in nodes:
         raise ValueError(f"CorePool: node: there is no NUMA node {node}; there are: {sorted(nodes)}")
     allowed = _cpus_of_process()

@@ -1,0 +1,81 @@
+"""What a linear layer and a convolution have in common: a product with the module's weight, and what may follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from xopt.modules.activation import ACTIVATIONS
+from xopt.modules.base import plain_parameter_problem
+from xopt.modules.packed_parameter import PackedParameter
+from xopt.ops.fakes import FLOATING
+
+BINARY: dict[str, Any] = {"add": torch.add, "mul": torch.mul}
+
+
+def product_problem(module: Any) -> str | None:
+    """Why the weight or bias of such a module cannot be taken over."""
+    problem = plain_parameter_problem(module, "weight")
+    if problem is None and module.bias is not None and module.bias.dtype not in FLOATING:
+        return f"its bias has dtype {module.bias.dtype}"
+    return problem
+
+
+def is_for_torch(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether no kernel takes the call: it wants a gradient, or is of another dtype."""
+    wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+    return wants_gradient or input.dtype not in FLOATING
+
+
+def plain_parameters(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias as torch's own function takes them with this input."""
+    weight, bias = module.weight, module.bias
+    if isinstance(weight, PackedParameter):
+        weight = weight.unpack()
+    if input.dtype in FLOATING and not torch.is_autocast_enabled("cpu"):
+        weight = weight.to(input.dtype)
+        bias = None if bias is None else bias.to(input.dtype)
+    return weight, bias
+
+
+def label(name: str) -> Callable[[dict[str, Any]], str]:
+    """The name in the report of a step that computes `name`, with what is fused into it."""
+
+    def with_fused(kwargs: dict[str, Any]) -> str:
+        after = [kwargs.get("activation", "none"), kwargs.get("binary", "none")]
+        if kwargs.get("activation_last"):
+            after.reverse()
+        fused = ["batch_norm"] if kwargs.get("norm") else []
+        fused += [each for each in after if each != "none"]
+        return "+".join([name, *fused]) if fused else ""
+
+    return with_fused
+
+
+def finished(
+    result: torch.Tensor,
+    *,
+    norm: tuple[torch.Tensor | None, ...] | None = None,
+    eps: float = 0.0,
+    activation: str = "none",
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    binary: str = "none",
+    other: torch.Tensor | None = None,
+    activation_last: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What follows a product, by torch: a BatchNorm's running mean, variance, weight and bias, then what a kernel's
+    epilogue has."""
+    if norm is not None:
+        mean, variance, weight, bias = norm
+        result = functional.batch_norm(result, mean, variance, weight, bias, eps=eps)
+    if other is not None and activation_last:
+        result = BINARY[binary](result, other)
+    result = ACTIVATIONS[activation](result, alpha, beta)
+    if other is not None and not activation_last:
+        result = BINARY[binary](result, other)
+    return result if out_dtype is None else result.to(out_dtype)

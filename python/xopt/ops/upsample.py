@@ -1,0 +1,28 @@
+"""The fake of interpolation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+
+
+@fake_of("upsample")
+def _upsample(
+    input: Tensor,
+    size: Sequence[Size],
+    mode: str,
+    *,
+    align_corners: bool = False,
+    scale_d: float | None = None,
+    scale_h: float | None = None,
+    scale_w: float | None = None,
+) -> Tensor:
+    check("upsample", {"input": input}, FLOATING)
+    if not 3 <= input.dim() <= 5:
+        raise RuntimeError(
+            f"xopt::upsample: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
+        )
+    if len(size) != input.dim() - 2:
+        raise RuntimeError(f"xopt::upsample: size: expected {input.dim() - 2} numbers, got {len(size)}")
+    return input.new_empty((input.shape[0], *size, input.shape[1])).movedim(-1, 1)
