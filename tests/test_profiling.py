@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,12 @@ def test_names_say_what_is_fused_and_which_level_ran() -> None:
     packed = 64 + 2 * 4 * 2048  # header; panels of 32 columns, of which 32 terms take 2048 bytes
     activations, vectors = 64 * (128 + 64 + 64) * 2, 3 * 64 * 4
     assert down.bytes == packed + activations + vectors
+
+
+def test_each_operator_that_computes_says_what_it_costs() -> None:
+    operators = {name.removeprefix("xopt::") for name in torch._C._dispatch_get_all_op_names() if "xopt::" in name}
+    computing = {name.partition(".")[0] for name in operators if not re.search(r"_(un)?pack(_|$)", name)}
+    assert computing == set(xopt.ops.costs.COSTS)
 
 
 def test_work_that_xopt_could_have_taken_is_a_fallback() -> None:

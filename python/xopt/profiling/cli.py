@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="xopt-profile", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the profile, for --diff and for replay")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="writes a report for a browser")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="writes the timeline for Perfetto")
     parser.add_argument("--no-roofs", action="store_true", help="without comparison with the machine's limits")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="compares two profiles")
@@ -77,6 +78,8 @@ def _write(taken: Profile, options: argparse.Namespace) -> None:
     print(taken)
     if options.json is not None:
         options.json.write_text(taken.to_json())
+    if options.html is not None:
+        taken.to_html(options.html)
     if options.trace is not None:
         taken.trace(options.trace)
 

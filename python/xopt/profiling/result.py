@@ -174,6 +174,12 @@ class Profile:
         content["memory"] = Memory(**content["memory"])
         return cls(**content)
 
+    def to_html(self, path: str | Path) -> None:
+        """Writes a report that needs neither network nor other files."""
+        from xopt.profiling.html import page_of
+
+        Path(path).write_text(page_of(self), encoding="utf-8")
+
     def trace(self, path: str | Path) -> None:
         """Writes the timeline for Perfetto (ui.perfetto.dev) and chrome://tracing."""
         from xopt.profiling.chrome import trace_of

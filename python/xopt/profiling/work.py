@@ -74,6 +74,8 @@ def bound_arguments(
         else:
             bound = value
         if str(argument.type) in ("str", "Optional[str]"):
+            if not left and not argument.has_default_value():
+                return None
             bound = left.pop(0) if left else argument.default_value
         elif argument.name.endswith("dtype") and isinstance(bound, int):
             bound = _DTYPE_CODES.get(bound)
