@@ -9,7 +9,7 @@ import torch
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
-from xopt.ops.linear import check_packed, packed_bytes
+from xopt.ops.linear import check_packed, fitting_itemsizes, packed_bytes
 
 _PANEL = 32
 
@@ -99,6 +99,7 @@ def _conv_work(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    groups: int = 1,
     **options: object,
 ) -> Work:
     out = [
@@ -110,4 +111,6 @@ def _conv_work(
     size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[0]}"
     depthwise = weight_size[1] == 1 and weight_size[0] == input[1]
     flop = 2 * input[0] * math.prod(out) * math.prod(weight_size)
-    return Work(size, flop, kernel="conv_depthwise" if depthwise else "")
+    columns, terms = _matrix("conv", "weight_size", weight_size, groups)
+    itemsizes = fitting_itemsizes(packed, int(columns), int(terms))
+    return Work(size, flop, kernel="conv_depthwise" if depthwise else "", itemsizes=itemsizes)

@@ -24,6 +24,8 @@ class Work:
     """Of products alone, as flop_counter counts; a multiply-add is two."""
     kernel: str = ""
     """The name in `xopt.kernels()`, where it is not the op's usual one."""
+    itemsizes: tuple[int, ...] = ()
+    """Of what is multiplied, where that need not be the input's dtype: the sizes that a packed weight tells of."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ def cost_of(op: str, *, category: str, kernel: str) -> Callable[[Formula], Formu
     return register
 
 
-def product(rows: int, columns: int, terms: int, *, count: int = 1) -> Work:
+def product(rows: int, columns: int, terms: int, *, count: int = 1, itemsizes: tuple[int, ...] = ()) -> Work:
     """`count` matrices [rows, terms] times [terms, columns]."""
-    return Work(f"{rows}x{columns}x{terms}", 2 * count * rows * columns * terms)
+    return Work(f"{rows}x{columns}x{terms}", 2 * count * rows * columns * terms, itemsizes=itemsizes)
 
 
 def rows_of(shape: Shape) -> int:

@@ -6,12 +6,21 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from xopt.profiling.calls import Call, add_trace, calls_and_pieces
-from xopt.profiling.category import ALLOCATION, FALLBACK, OVERHEAD, TAKEN_BY_XOPT, device_category
-from xopt.profiling.events import DeviceKernel, Events, TensorArgument
+from xopt.profiling.category import (
+    ALLOCATION,
+    FALLBACK,
+    OVERHEAD,
+    TAKEN_BY_XOPT,
+    device_category,
+    find_operator,
+)
+from xopt.profiling.events import DeviceKernel, Events, Op, TensorArgument, dtype_name
 from xopt.profiling.result import Category, Kernel, Module, Profile
 from xopt.profiling.timeline import Piece, clipped, covered, deal_out
-from xopt.profiling.work import Work, tensors_in, work_of
+from xopt.profiling.work import Work, bound_arguments, tensors_in, work_of
 from xopt.roofs import Roofs
 
 PYTHON = "Python"
@@ -130,8 +139,7 @@ def _kernel(name: str, category: str, module: str | None, group: _Group, roofs: 
         dtype=work.dtype if work else "",
         operator=op.name if op else "",
         overload=op.overload if op else "",
-        arguments=[_plain(value) for value in op.arguments] if op else [],
-        names=group.calls[0].names,
+        arguments=_named_arguments(op, group.calls[0].names) if op else {},
     )
     regions = [region for call in group.calls for region in call.regions]
     spent = sum((region.end - region.start) * region.threads for region in regions)
@@ -154,9 +162,20 @@ def peak_of(roofs: Roofs, dtype: str) -> float:
     return roofs.peak("bf16" if dtype == "bf16" else "f32")
 
 
+def _named_arguments(op: Op, names: list[str]) -> dict[str, Any]:
+    bound, operator = bound_arguments(op, tuple(names), lambda tensor: tensor), find_operator(op.name, op.overload)
+    if bound is None:
+        return {}
+    args, kwargs = bound
+    by_name = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    return {name: _plain(value) for name, value in by_name.items()}
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, TensorArgument):
         return {"shape": list(value.shape), "dtype": value.dtype, "strides": list(value.strides)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if isinstance(value, (bool, int, float, str)) else None

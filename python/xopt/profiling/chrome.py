@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from xopt.profiling.result import Profile
@@ -30,4 +31,6 @@ def trace_of(profile: Profile) -> dict[str, Any]:
         if kernel is not None and kernel.operator:
             event["args"] = {"flop": kernel.flop, "bytes": kernel.bytes, "module": kernel.module, "bound": kernel.bound}
         events.append(event)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    # The profile itself, so that a trace can be replayed and compared too.
+    content = dataclasses.asdict(profile) | {"timeline": []}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "xopt": content}

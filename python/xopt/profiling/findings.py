@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xopt.profiling.category import ALLOCATION, FALLBACK, OVERHEAD, REORDER
 from xopt.profiling.result import Kernel, Profile
 
@@ -64,7 +66,7 @@ def _reorders(profile: Profile, wall: float) -> list[str]:
 
 def _changes_layout(kernel: Kernel) -> bool:
     """Whether a copy's two sides, or a reorder's input, lie in another order than their shape."""
-    tensors = [value for value in kernel.arguments if isinstance(value, dict)]
+    tensors = _tensors(kernel)
     orders = {tuple(_order(tensor["strides"])) for tensor in tensors if len(tensor["shape"]) > 1}
     return len(orders) > 1 or "reorder" in kernel.operator or "mkldnn" in kernel.operator
 
@@ -74,7 +76,11 @@ def _order(strides: list[int]) -> list[int]:
 
 
 def _has_images(kernels: list[Kernel]) -> bool:
-    return any(isinstance(value, dict) and len(value["shape"]) == 4 for kernel in kernels for value in kernel.arguments)
+    return any(len(tensor["shape"]) == 4 for kernel in kernels for tensor in _tensors(kernel))
+
+
+def _tensors(kernel: Kernel) -> list[dict[str, Any]]:
+    return [value for value in kernel.arguments.values() if isinstance(value, dict) and "shape" in value]
 
 
 def _fallbacks(profile: Profile, wall: float) -> list[str]:

@@ -38,10 +38,9 @@ class Kernel:
     dtype: str
     operator: str
     overload: str
-    arguments: list[Any]
-    """Of a call: {"shape", "dtype", "strides"} for a tensor."""
-    names: list[str]
-    """String arguments of xopt's operators."""
+    arguments: dict[str, Any]
+    """Of a call, by the names of the schema: {"shape", "dtype", "strides"} for a tensor, {"dtype"} for a dtype. Empty
+    where the operator is not known."""
     share_of_roof: float | None = None
     """Of what this machine's measured roofs allow for its operations and bytes; above 1 where data come from caches."""
     bound: str = ""
@@ -165,7 +164,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
+        """Of what `to_json` or `trace` wrote."""
         content = json.loads(text)
+        if isinstance(content, dict):
+            content = content.get("xopt", content)
         if not isinstance(content, dict) or content.get("format") != FORMAT or "kernels" not in content:
             raise ValueError(f"Profile.from_json: text: expected a profile of format {FORMAT}, as to_json writes it")
         content["categories"] = {name: Category(**value) for name, value in content["categories"].items()}

@@ -41,7 +41,7 @@ def work_of(call: Call) -> Work:
     moved = _moved_bytes(call, op, outputs)
     dtype = next((value.dtype for value in tensors_in(op.arguments)), "")
     if op.name.startswith("xopt::"):
-        name, flop = _our_name(call, op, dtype)
+        name, dtype, flop = _our_name(call, op, dtype)
     else:
         name, flop = _their_name(call, op, dtype, outputs), _their_flop(op)
     return Work(name, dtype, flop, moved, outputs is not None)
@@ -91,8 +91,8 @@ def bound_arguments(
     return args, kwargs
 
 
-def _our_name(call: Call, op: Op, dtype: str) -> tuple[str, int]:
-    """`linear[bf16,amx]+bias+gelu_erf 128x3072x768`, and its operations."""
+def _our_name(call: Call, op: Op, dtype: str) -> tuple[str, str, int]:
+    """`linear[bf16,amx]+bias+gelu_erf 128x3072x768`, the dtype that it computes in, and its operations."""
     short = op.name.removeprefix("xopt::")
     cost = xopt.ops.costs.COSTS.get(short)
     bound = bound_arguments(op, tuple(call.names), lambda tensor: tensor.shape)
@@ -100,9 +100,11 @@ def _our_name(call: Call, op: Op, dtype: str) -> tuple[str, int]:
     if cost is not None and bound is not None:
         work = cost.work(*bound[0], **bound[1])
         size, flop = work.size, work.flop
+        if work.itemsizes and dtype_of_name(dtype).itemsize not in work.itemsizes:
+            dtype = "bf16" if torch.bfloat16.itemsize in work.itemsizes else "f32"
         level = _level(work.kernel or cost.kernel, dtype)
     inside = ",".join(part for part in (dtype, level) if part)
-    return f"{short}[{inside}]{_epilogue(call, op)} {size}".strip(), flop
+    return f"{short}[{inside}]{_epilogue(call, op)} {size}".strip(), dtype, flop
 
 
 @functools.cache
