@@ -13,6 +13,7 @@ SMALL = {
     "bert_bf16.py": ["--size", "tiny", "--tokens", "16", "--rounds", "1"],
     "multi_instance.py": ["--size", "tiny", "--tokens", "16", "--seconds", "0.1"],
     "multi_stream.py": ["--size", "32", "--batch", "3", "--rounds", "1"],
+    "profile_model.py": ["--size", "tiny", "--steps", "2"],
     "resnet50_fp32.py": ["--size", "tiny", "--rounds", "1"],
 }
 

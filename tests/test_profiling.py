@@ -19,9 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import xopt
 from tests import fresh_process
 from xopt import _C
-from xopt.profiling import Profile
-from xopt.profiling.category import CATEGORIES
+from xopt.profiling import Profile, roof_cache, session
+from xopt.profiling.analysis import _device_rows
+from xopt.profiling.category import CATEGORIES, device_category
+from xopt.profiling.events import DeviceKernel
 from xopt.profiling.timeline import Piece, clipped, covered, deal_out
+from xopt.roofs import KINDS, Roof, Roofs
 from xopt.runtime import CorePool, MultiStream
 
 _SMALL: Any = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -185,10 +188,10 @@ def test_an_exception_passes_and_the_profile_so_far_is_kept() -> None:
         torch.ones(64, 64) @ torch.ones(64, 64)
         _ = 1 // 0
 
-    session = xopt.profiler(roofs=False)
-    with pytest.raises(ZeroDivisionError), session:
+    started = xopt.profiler(roofs=False)
+    with pytest.raises(ZeroDivisionError), started:
         half_of_it()
-    taken = session.profile
+    taken = started.profile
     assert taken.error == "ZeroDivisionError: integer division or modulo by zero"
     assert any(kernel.category == "gemm" and kernel.flop == 2 * 64**3 for kernel in taken.kernels)
     assert not hooks._global_forward_hooks
@@ -320,3 +323,92 @@ def test_each_moment_of_a_step_is_dealt_out_once() -> None:
     inside = [(step, piece.start, piece.end) for step, piece in clipped(pieces, [(1, 10), (12, 14)])]
     assert inside == [(0, 1, 4), (0, 2, 8), (0, 9, 10), (1, 12, 14)]
     assert covered([(0, 4), (2, 8), (9, 20)]) == 19
+
+
+# ---- Roofs -----------------------------------------------------------------------------------------------------------
+
+
+def test_roofs_are_measured_once_and_again_on_demand(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[int] = []
+
+    def measure(threads: int) -> Roofs:
+        measured.append(threads)
+        return Roofs(threads, {kind: Roof(1e9 * len(measured), "made up") for kind in KINDS})
+
+    monkeypatch.setattr(roof_cache, "measure_roofs", measure)
+    monkeypatch.setattr(roof_cache, "_COPY_BYTES", 1 << 16)
+    first = roof_cache.roofs_of_machine(1)
+    assert (measured, first.read) == ([1, 1], 2e9)  # the better of two
+    assert first.by_kind[roof_cache.COPY].per_second > 0
+    assert roof_cache.roofs_of_machine(1) == first
+    assert len(measured) == 2
+    assert roof_cache.roofs_of_machine(2) != first
+    assert roof_cache.roofs_of_machine(1, remeasure=True).read > first.read
+    assert roof_cache.roofs_of_machine(1).read > first.read
+    for file in roof_cache.cache_folder().iterdir():
+        file.write_text("{")  # a file that is damaged is measured anew
+    count = len(measured)
+    roof_cache.roofs_of_machine(1)
+    assert len(measured) == count + 2
+
+
+def test_kernels_are_compared_with_the_roof_of_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"f32": 1e9, "bf16": 4e9, "int8": 8e9, "read": 1e12, "copy": 1e12}
+    made_up = Roofs(1, {kind: Roof(rate, "made up") for kind, rate in rates.items()})
+    monkeypatch.setattr(session, "roofs_of_machine", lambda threads: made_up)
+    model = nn.Linear(256, 256).eval()
+    for dtype, peak in ((torch.float32, 1e9), (torch.bfloat16, 4e9)):
+        optimized = xopt.optimize(model, dtype=dtype, inplace=False)
+        taken = xopt.profile(nn.Sequential(optimized), torch.randn(64, 256), steps=1, warmup=1)
+        kernel = next(kernel for kernel in taken.kernels if kernel.category == "gemm")
+        assert kernel.share_of_roof == pytest.approx(kernel.flop_per_second / peak)
+        assert kernel.bound == "compute"
+
+
+# ---- Findings, other devices -----------------------------------------------------------------------------------------
+
+
+def test_layout_changes_are_found_and_named() -> None:
+    class Bouncing(nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            for _ in range(20):
+                image = image.contiguous(memory_format=torch.channels_last).contiguous()
+            return image
+
+    taken = xopt.profile(nn.Sequential(Bouncing()), torch.randn(4, 16, 64, 64), steps=2, warmup=1, roofs=False)
+    finding = next(finding for finding in taken.findings if "layout changes" in finding)
+    assert "around `*`" in finding
+    assert "channels_last would remove them" in finding
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "category"),
+    [
+        ("triton_poi_fused_add_gelu_0", "", "pointwise"),
+        ("triton_red_fused_mean_1", "", "reduction"),
+        ("triton_per_fused_native_layer_norm_2", "", "persistent reduction"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "aten::mm", "gemm"),
+        ("nvjet_hsh_128x256", "aten::addmm", "gemm"),
+        ("cudnn::implicit_convolve_sgemm", "aten::cudnn_convolution", "conv"),
+        ("void pytorch_flash::flash_fwd_kernel", "", "attention"),
+        ("Memcpy HtoD (Pageable -> Device)", "aten::copy_", "reorder"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "aten::relu", "pointwise"),
+        ("void at::native::reduce_kernel<512>", "aten::sum", "reduction"),
+    ],
+)
+def test_kernels_of_other_devices_have_categories(name: str, op: str, category: str) -> None:
+    assert device_category(name, op) == category
+
+
+def test_kernels_of_other_devices_are_told_by_device_with_the_time_it_was_busy() -> None:
+    kernels = [
+        DeviceKernel("triton_poi_fused_0", 0, 1000, "cuda:0", 7, ""),
+        DeviceKernel("triton_poi_fused_0", 500, 2000, "cuda:0", 8, ""),
+        DeviceKernel("nvjet_0", 3000, 4000, "cuda:1", 7, "aten::mm"),
+    ]
+    rows = {(row["device"], row["category"]): row for row in _device_rows(kernels)}
+    assert rows["cuda:0", "pointwise"]["calls"] == 2
+    assert rows["cuda:0", "pointwise"]["seconds"] == pytest.approx(2.5e-6)
+    assert rows["cuda:0", "busy"]["seconds"] == pytest.approx(2e-6)
+    assert rows["cuda:1", "gemm"]["seconds"] == pytest.approx(1e-6)

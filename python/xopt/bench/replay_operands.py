@@ -49,6 +49,8 @@ def is_tensor(value: Any) -> bool:
 def _value(value: Any, generator: torch.Generator, rows: int) -> Any:
     if is_tensor(value):
         return _tensor(value, generator, rows)
+    if isinstance(value, dict) and "memory_format" in value:
+        return getattr(torch, value["memory_format"])
     if isinstance(value, dict):
         return dtype_of(value["dtype"])
     if isinstance(value, list):

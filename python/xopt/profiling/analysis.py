@@ -174,6 +174,8 @@ def _named_arguments(op: Op, names: list[str]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, TensorArgument):
         return {"shape": list(value.shape), "dtype": value.dtype, "strides": list(value.strides)}
+    if isinstance(value, torch.memory_format):
+        return {"memory_format": str(value).removeprefix("torch.")}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, (list, tuple)):

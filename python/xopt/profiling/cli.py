@@ -10,7 +10,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from xopt.profiling.result import Profile
+from xopt.profiling.roof_cache import roofs_of_machine
 from xopt.profiling.session import profiler
 
 
@@ -33,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--html", type=Path, metavar="FILE", help="writes a report for a browser")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="writes the timeline for Perfetto")
     parser.add_argument("--no-roofs", action="store_true", help="without comparison with the machine's limits")
+    parser.add_argument("--remeasure", action="store_true", help="measures the machine's limits anew")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="compares two profiles")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as with python -m")
     parser.add_argument("program", nargs="?", metavar="script.py")
@@ -42,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     status = 0
+    if options.remeasure:
+        roofs_of_machine(torch.get_num_threads(), remeasure=True)
     session = profiler(roofs=not options.no_roofs)
     sys.argv = [options.program, *options.arguments]
     with session as taken:

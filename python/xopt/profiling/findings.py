@@ -6,6 +6,7 @@ from typing import Any
 
 from xopt.profiling.category import ALLOCATION, FALLBACK, OVERHEAD, REORDER
 from xopt.profiling.result import Kernel, Profile
+from xopt.profiling.work import OTHER_LAYOUT
 
 _WORTH = 0.05  # of the wall time: less is not worth a sentence
 _FEW = 3
@@ -53,7 +54,7 @@ def _reorders(profile: Profile, wall: float) -> list[str]:
     kernels = [kernel for kernel in profile.kernels if kernel.category == REORDER]
     casts = sum(kernel.seconds for kernel in kernels if " to " in kernel.name)
     total = sum(kernel.seconds for kernel in kernels)
-    layouts = sum(kernel.seconds for kernel in kernels if _changes_layout(kernel))
+    layouts = sum(kernel.seconds for kernel in kernels if OTHER_LAYOUT in kernel.name)
     if layouts > total / 2:
         what, advice = "layout changes", "; channels_last would remove them" if _has_images(kernels) else ""
     elif casts > total / 2:
@@ -62,17 +63,6 @@ def _reorders(profile: Profile, wall: float) -> list[str]:
         what, advice = "copies", ""
     where = _where(kernels)
     return [f"{share:.0%} of the time is {what}{' around ' + where if where else ''}{advice}."]
-
-
-def _changes_layout(kernel: Kernel) -> bool:
-    """Whether a copy's two sides, or a reorder's input, lie in another order than their shape."""
-    tensors = _tensors(kernel)
-    orders = {tuple(_order(tensor["strides"])) for tensor in tensors if len(tensor["shape"]) > 1}
-    return len(orders) > 1 or "reorder" in kernel.operator or "mkldnn" in kernel.operator
-
-
-def _order(strides: list[int]) -> list[int]:
-    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def _has_images(kernels: list[Kernel]) -> bool:

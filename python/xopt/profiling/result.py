@@ -39,8 +39,8 @@ class Kernel:
     operator: str
     overload: str
     arguments: dict[str, Any]
-    """Of a call, by the names of the schema: {"shape", "dtype", "strides"} for a tensor, {"dtype"} for a dtype. Empty
-    where the operator is not known."""
+    """Of a call, by the names of the schema: {"shape", "dtype", "strides"} for a tensor, {"dtype"} for a dtype,
+    {"memory_format"} for a memory format. Empty where the operator is not known."""
     share_of_roof: float | None = None
     """Of what this machine's measured roofs allow for its operations and bytes; above 1 where data come from caches."""
     bound: str = ""

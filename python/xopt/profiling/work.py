@@ -19,6 +19,7 @@ from xopt.profiling.calls import Call
 from xopt.profiling.category import ATTENTION, CONV, EMBEDDING, GEMM, REORDER, find_operator
 from xopt.profiling.events import Op, TensorArgument, dtype_name, dtype_of_name
 
+OTHER_LAYOUT = ", other layout"
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")
 
 
@@ -79,7 +80,9 @@ def bound_arguments(
             bound = left.pop(0) if left else argument.default_value
         elif argument.name.endswith("dtype") and isinstance(bound, int):
             bound = _DTYPE_CODES.get(bound)
-        elif argument.name in ("layout", "device", "memory_format", "generator", "pin_memory"):
+        elif argument.name == "memory_format" and isinstance(bound, int):
+            bound = _MEMORY_FORMATS.get(bound)
+        elif argument.name in ("layout", "device", "generator", "pin_memory"):
             bound = None
         elif bound is None and argument.has_default_value():
             bound = argument.default_value
@@ -144,7 +147,29 @@ def _their_name(call: Call, op: Op, dtype: str, outputs: list[torch.Tensor] | No
     elif call.category == REORDER and short == "copy_" and len(shapes) > 1:
         source = tensors_in(op.arguments)[1]
         dtype = dtype if source.dtype == dtype else f"{source.dtype} to {dtype}"
-    return f"{short}[{dtype}] {_size(call, short, shapes, outputs)}".strip()
+    layout = OTHER_LAYOUT if call.category == REORDER and _changes_layout(op, short, outputs) else ""
+    return f"{short}[{dtype}] {_size(call, short, shapes, outputs)}{layout}".strip()
+
+
+def _changes_layout(op: Op, short: str, outputs: list[torch.Tensor] | None) -> bool:
+    """Whether what a copy reads lies in another order than what it writes."""
+    if "reorder" in short or "mkldnn" in short:
+        return True
+    tensors = tensors_in(op.arguments)
+    if short == "copy_" and len(tensors) > 1:
+        sides = [(tensor.shape, tensor.strides) for tensor in tensors[:2]]
+    elif outputs and len(tensors) == 1 and tuple(outputs[0].shape) == tensors[0].shape:
+        sides = [(tensors[0].shape, tensors[0].strides), (tensors[0].shape, outputs[0].stride())]
+    else:
+        return False
+    if sides[0][0] != sides[1][0] or any(0 in strides for _, strides in sides):
+        return False
+    return _order(*sides[0]) != _order(*sides[1])
+
+
+def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """Dimensions from the outermost in memory to the innermost; those of size 1 are anywhere."""
+    return sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -strides[dim])
 
 
 def _size(call: Call, short: str, shapes: list[_TENSORS], outputs: list[torch.Tensor] | None) -> str:
@@ -281,3 +306,7 @@ _DTYPE_CODES = {
     **{0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64},
     **{5: torch.float16, 6: torch.float32, 7: torch.float64, 11: torch.bool, 15: torch.bfloat16},
 }
+# c10::MemoryFormat's numbers, likewise.
+_MEMORY_FORMATS = dict(
+    enumerate((torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d))
+)
