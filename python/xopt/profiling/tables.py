@@ -37,10 +37,11 @@ def text_of(profile: Profile) -> str:
 def headline(profile: Profile) -> list[str]:
     step = profile.wall_seconds / profile.steps
     machine = profile.machine
+    steps, threads = _counted(profile.steps, "step"), _counted(profile.threads, "thread")
     lines = [
         f"{profile.title or 'profile'}: {duration(step)} a step with the profiler on"
         + _plain(profile)
-        + f", {profile.steps} step{'s' if profile.steps > 1 else ''}, {profile.threads} threads",
+        + f", {steps}, {threads}",
         f"{machine.get('cpu', '')}, level {machine.get('level', '')}, torch {machine.get('torch', '')}",
     ]
     facts = []
@@ -55,6 +56,10 @@ def headline(profile: Profile) -> list[str]:
         facts.append(f"{memory.allocations} allocations of {size(memory.allocated_bytes or 0)}")
     facts.append(f"{profile.flop / 1e9:.3g} GFLOP a step")
     return [*lines, ", ".join(facts)]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _plain(profile: Profile) -> str:

@@ -78,7 +78,7 @@ function drawHead() {
   document.title = `${profile.title || "profile"} - xopt profile`;
   byId("title").textContent = profile.title || "Profile";
   const machine = profile.machine;
-  const about = [machine.cpu, `${profile.threads} threads`, `level ${machine.level}`, `torch ${machine.torch}`, `xopt ${machine.xopt}`];
+  const about = [machine.cpu, `${profile.threads} thread${profile.threads === 1 ? "" : "s"}`, `level ${machine.level}`, `torch ${machine.torch}`, `xopt ${machine.xopt}`];
   byId("machine").textContent = about.filter(Boolean).join(", ");
   const figures = profile.figures;
   const tiles = [["a step, profiler on", duration(figures.wall_seconds / steps)]];
@@ -146,7 +146,11 @@ function drawRoofline() {
     shape(svg, "polyline", { class: "roof", points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") });
     shape(svg, "text", { class: "roof-name", x: right - 6, y: y(peak) - 6, "text-anchor": "end" }, `${kind} ${scaled(peak, "FLOP/s")}`);
   }
-  if (shown.length) shape(svg, "text", { class: "roof-name", x: left + 8, y: bottom - 10 }, `slope: reading memory, ${scaled(profile.roofs.read, "B/s")}`);
+  if (shown.length) {
+    const middle = Math.sqrt(Math.max(10 ** xLow, 10 ** yLow / profile.roofs.read) * (shown[0][1] / profile.roofs.read));
+    const place = { x: x(middle) + 10, y: y(middle * profile.roofs.read) + 14 };
+    shape(svg, "text", { class: "roof-name", ...place }, `reading memory, ${scaled(profile.roofs.read, "B/s")}`);
+  }
   for (const kernel of [...computing].sort((a, b) => b.seconds - a.seconds)) {
     addPoint(svg, kernel, x(kernel.flop / kernel.bytes), y(kernel.flop / each(kernel)));
   }
@@ -170,13 +174,15 @@ function drawBandwidth(svg, moving, left, right, top, bottom) {
   shape(svg, "text", { x: (left + right) / 2, y: bottom + 16, "text-anchor": "middle" }, "bytes a second");
   for (const kind of roofs) {
     shape(svg, "line", { class: "roof", x1: left, x2: right, y1: y(profile.roofs[kind]), y2: y(profile.roofs[kind]) });
-    const above = kind === "read" ? -5 : 13;
-    shape(svg, "text", { class: "roof-name", x: right, y: y(profile.roofs[kind]) + above, "text-anchor": "end" }, `${kind} ${scaled(profile.roofs[kind], "B/s")}`);
   }
   const names = [...new Set(moving.map((kernel) => kernel.category))];
   for (const kernel of moving) {
     const at = left + ((names.indexOf(kernel.category) + 0.5) / names.length) * (right - left);
     addPoint(svg, kernel, at, y(kernel.bytes / each(kernel)));
+  }
+  for (const kind of roofs) {
+    const place = { x: right, y: y(profile.roofs[kind]) + (kind === "read" ? -5 : 13), "text-anchor": "end" };
+    shape(svg, "text", { class: "roof-name", ...place }, `${kind} ${scaled(profile.roofs[kind], "B/s")}`);
   }
 }
 
@@ -332,7 +338,7 @@ function moduleNode(node, depth) {
     element("span", { class: "quiet" }, node.path ? node.kind : ""),
     element("span", { class: "amount" }, `${percent(share, 1)}  ${duration(node.seconds / steps)}`),
   ];
-  const style = `background:rgba(var(--heat), ${Math.min(0.55, share * 0.7).toFixed(3)})`;
+  const style = `background:rgba(var(--heat), ${Math.min(0.4, share * 0.5).toFixed(3)})`;
   if (!node.inner.size) return element("div", { class: "leaf", style }, ...line);
   const made = element("details", {}, element("summary", { style }, ...line));
   made.open = depth < 2 && node.inner.size < 30;
