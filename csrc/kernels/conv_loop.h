@@ -32,13 +32,11 @@ inline PatchesView product_input(const ConvCall& call, int64_t product) {
   return input;
 }
 
-template <class Block>
-void conv_with(const ConvCall& call) {
+// Gives threads their parts: compute(product as a call, its number, row blocks, panels).
+template <class Block, class Compute>
+void each_part(const ConvCall& call, const GemmPlan<Block>& plan, const Compute& compute) {
   // Products that are many keep the threads busy by themselves.
   constexpr int64_t kProductsOfAThread = 4;
-  const GemmCall first = product_call(call, 0);
-  const GemmPlan<Block> plan(first);
-  EpilogueFn* epilogue = select_epilogue<Block>(first);
   const bool whole = call.products >= kProductsOfAThread * plan.max_threads;
   const int64_t rows = whole ? 1 : plan.grid_rows, panels = whole ? 1 : plan.grid_panels;
   const int64_t parts = call.products * rows * panels;
@@ -47,9 +45,19 @@ void conv_with(const ConvCall& call) {
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const int64_t product = i / (rows * panels);
       const GemmCall gemm = product_call(call, product);
-      GemmThread<Block, Patches> part(gemm, Patches(product_input(call, product)), plan, epilogue, 0);
-      part.compute(share(plan.row_blocks, rows, i / panels % rows), share(gemm.weight.panels, panels, i % panels));
+      compute(gemm, product, share(plan.row_blocks, rows, i / panels % rows),
+              share(gemm.weight.panels, panels, i % panels));
     }
+  });
+}
+
+template <class Block>
+void conv_with(const ConvCall& call) {
+  const GemmCall first = product_call(call, 0);
+  const GemmPlan<Block> plan(first);
+  EpilogueFn* epilogue = select_epilogue<Block>(first);
+  each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels) {
+    GemmThread<Block, Patches>(gemm, Patches(product_input(call, product)), plan, epilogue, 0).compute(blocks, panels);
   });
 }
 

@@ -48,20 +48,34 @@ struct PacedRows {
   }
 };
 
-// Copier: copy_rows(begin, end) for rows of a block of A.
-template <class Copier>
+// Outputs whose rows follow each other as those of the sums do.
+struct RowsInOrder {
+  template <class Done>
+  XOPT_INLINE void each(int64_t begin, int64_t end, const Done& done) const {
+    done(row + begin, begin, end);
+  }
+  int64_t row = 0;  // of the product, that the strip's first is
+};
+
+// Copier: copy_rows(begin, end) for rows of a block of A. Outputs: which rows of the product a strip's rows are, where
+// they are any: each(begin, end, done) calls done(row of the product, begin, end) for runs of them.
+template <class Copier, class Outputs = RowsInOrder>
 class Background {
  public:
-  explicit Background(EpilogueFn* epilogue) : epilogue_(epilogue) {}
+  // `out_row_offset`: the output row that row 0 of epilogue.out is.
+  explicit Background(EpilogueFn* epilogue, int64_t out_row_offset = 0)
+      : epilogue_(epilogue), out_row_offset_(out_row_offset) {}
 
   Prefetches prefetches;
 
   // A strip whose sums are complete; they must stay untouched until it is finished, `steps` from now or at once if
   // the next strip comes earlier.
-  void defer_epilogue(const GemmCall* call, const EpilogueStrip& strip, int64_t rows, int64_t steps) {
+  void defer_epilogue(const GemmCall* call, const EpilogueStrip& strip, int64_t rows, int64_t steps,
+                      const Outputs& outputs) {
     finish_epilogue();
     call_ = call;
     strip_ = strip;
+    outputs_ = outputs;
     epilogue_rows_.start(rows, steps);
   }
   void defer_copy(const Copier& copier, int64_t rows, int64_t steps) {
@@ -103,7 +117,13 @@ class Background {
     if (copy_rows_.pending()) do_copy(copy_rows_.due());
   }
   void do_epilogue(int64_t end) {
-    if (epilogue_rows_.next < end) epilogue_(*call_, strip_, epilogue_rows_.next, end);
+    if (epilogue_rows_.next < end) {
+      outputs_.each(epilogue_rows_.next, end, [this](int64_t row, int64_t first, int64_t last) {
+        strip_.row = row - first;
+        strip_.out_row = strip_.row - out_row_offset_;
+        epilogue_(*call_, strip_, first, last);
+      });
+    }
     epilogue_rows_.next = end;
   }
   void do_copy(int64_t end) {
@@ -112,6 +132,8 @@ class Background {
   }
 
   EpilogueFn* epilogue_;
+  int64_t out_row_offset_;
+  Outputs outputs_{};
   const GemmCall* call_ = nullptr;
   EpilogueStrip strip_{};
   PacedRows epilogue_rows_;

@@ -66,12 +66,7 @@ class GemmThread {
   // `out_row_offset`: the output row that row 0 of epilogue.out is.
   GemmThread(const GemmCall& call, const View& view, const GemmPlan<Block>& plan, EpilogueFn* epilogue,
              int64_t out_row_offset)
-      : call_(call),
-        w_(call.weight),
-        plan_(plan),
-        view_(view),
-        out_row_offset_(out_row_offset),
-        background_(epilogue) {}
+      : call_(call), w_(call.weight), plan_(plan), view_(view), background_(epilogue, out_row_offset) {}
 
   void compute(Range rows, Range panels) {
     [[maybe_unused]] const typename Block::Scope scope;
@@ -211,11 +206,9 @@ class GemmThread {
   // Hands the finished sums of a row block, of these panels, to the epilogue.
   void finish_sums(int64_t rb, Range panels) {
     const int64_t width = w_.gated ? kTileColumns : kPanelColumns;
-    EpilogueStrip done;
+    EpilogueStrip done{};
     done.acc = sums(rb, panels.begin);
     done.acc_panel_stride = kAccBytes / 4;
-    done.row = rb * plan_.block_rows;
-    done.out_row = done.row - out_row_offset_;
     done.panel = panels.begin;
     done.column = panels.begin * width;
     done.columns = minimum(panels.size() * width, w_.n - done.column);
@@ -223,7 +216,8 @@ class GemmThread {
     done.a_offset = Block::kOffset;
     column_turn_ ^= 1;
     column_values_[column_turn_].fill(call_.epilogue, w_.gated, w_.n, done.column, panels.size(), &done);
-    background_.defer_epilogue(&call_, done, plan_.rows_of(rb, call_.m), pass_k_blocks_ * plan_.k_block_tiles);
+    background_.defer_epilogue(&call_, done, plan_.rows_of(rb, call_.m), pass_k_blocks_ * plan_.k_block_tiles,
+                               {rb * plan_.block_rows});
     if constexpr (!Block::kBackground) background_.finish_epilogue();
     if (by_panels()) turn_ ^= 1;
   }
@@ -277,7 +271,6 @@ class GemmThread {
   const PackedWeight& w_;
   const GemmPlan<Block>& plan_;
   const View view_;
-  const int64_t out_row_offset_;
   Background<BlockCopier<Block, View>> background_;
 
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes]

@@ -34,6 +34,10 @@ struct BlockCall {
   // in registers of their loop it costs them less than among what happens between their products.
   const uint8_t* ahead = nullptr;
   int64_t ahead_lines = 0;
+  // Rows of A that lie elsewhere than in a copy (tiles only): bytes from row to row, and from `a` to where rows begin,
+  // for each step along k.
+  int64_t a_stride = 0;
+  const int64_t* a_offsets = nullptr;
 };
 
 // Row counts are template arguments of the vector blocks, so that accumulators are registers.

@@ -65,19 +65,47 @@ struct TileBlock {
     }
   };
 
+  // Where tiles of A are, step by step.
+  struct Copied {
+    static constexpr int64_t stride = kStride * static_cast<int64_t>(sizeof(A));
+    const uint8_t* rows;
+    explicit Copied(const BlockCall& call) : rows(static_cast<const uint8_t*>(call.a)) {}
+    XOPT_INLINE void next() { rows += 64; }
+  };
+  struct InPlace {
+    const int64_t stride;
+    const uint8_t *base, *rows;
+    const int64_t* offset;
+    explicit InPlace(const BlockCall& call)
+        : stride(call.a_stride),
+          base(static_cast<const uint8_t*>(call.a)),
+          rows(base + *call.a_offsets),
+          offset(call.a_offsets) {}
+    XOPT_INLINE void next() { rows = base + *++offset; }
+  };
+
   template <class Between>
   static void run(int64_t rows, const BlockCall& call, Between& between) {
     if (call.k_tiles == 0) {
       __builtin_memset(call.acc, 0, kRows * kPanelColumns * 4);
-    } else if (rows > kTileRows) {
-      two_row_tiles(call, between);
+    } else if (call.a_offsets != nullptr) {
+      run_on<InPlace>(rows, call, between);
     } else {
-      one_row_tile(call, between);
+      run_on<Copied>(rows, call, between);
     }
   }
 
-  template <class Between>
-  static void two_row_tiles(const BlockCall& call, Between& between) {
+  template <class Rows, class Between>
+  static void run_on(int64_t rows, const BlockCall& call, Between& between) {
+    if (rows > kTileRows) {
+      two_row_tiles(Rows(call), call, between);
+    } else {
+      one_row_tile(Rows(call), call, between);
+    }
+  }
+
+  template <class Rows, class Between>
+  static void two_row_tiles(Rows a, const BlockCall& call, Between& between) {
     constexpr int64_t kRowBytes = kPanelColumns * 4;
     auto* acc = static_cast<uint8_t*>(call.acc);
     if (call.accumulate) {
@@ -91,26 +119,22 @@ struct TileBlock {
       XOPT_TILE_ZERO(2);
       XOPT_TILE_ZERO(3);
     }
-    constexpr int64_t stride = kStride * static_cast<int64_t>(sizeof(A));
-    const auto* a0 = static_cast<const uint8_t*>(call.a);
-    const uint8_t* a1 = a0 + kTileRows * stride;
     const uint8_t* b = call.b;
     Ahead ahead(call);
-    XOPT_TILE_LOAD(4, a0, stride);
+    XOPT_TILE_LOAD(4, a.rows, a.stride);
     XOPT_TILE_STREAM(6, b, 64);
-    XOPT_TILE_LOAD(5, a1, stride);
+    XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
     XOPT_TILE_STREAM(7, b + kTileBytes, 64);
     for (int64_t t = 1; t < call.k_tiles; ++t) {
-      a0 += 64;
-      a1 += 64;
+      a.next();
       b += 2 * kTileBytes;
       XOPT_DOT(0, 4, 6);
       XOPT_DOT(1, 4, 7);
-      XOPT_TILE_LOAD(4, a0, stride);
+      XOPT_TILE_LOAD(4, a.rows, a.stride);
       XOPT_DOT(2, 5, 6);
       XOPT_TILE_STREAM(6, b, 64);
       XOPT_DOT(3, 5, 7);
-      XOPT_TILE_LOAD(5, a1, stride);
+      XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
       ahead.step();
       between.step();
@@ -127,8 +151,8 @@ struct TileBlock {
     XOPT_TILE_STORE(3, acc + kTileRows * kRowBytes + 64, kRowBytes);
   }
 
-  template <class Between>
-  static void one_row_tile(const BlockCall& call, Between& between) {
+  template <class Rows, class Between>
+  static void one_row_tile(Rows a, const BlockCall& call, Between& between) {
     constexpr int64_t kRowBytes = kPanelColumns * 4;
     auto* acc = static_cast<uint8_t*>(call.acc);
     if (call.accumulate) {
@@ -138,11 +162,11 @@ struct TileBlock {
       XOPT_TILE_ZERO(0);
       XOPT_TILE_ZERO(1);
     }
-    const auto* a = static_cast<const uint8_t*>(call.a);
     const uint8_t* b = call.b;
     Ahead ahead(call);
-    for (int64_t t = 0; t < call.k_tiles; ++t, a += 64, b += 2 * kTileBytes) {
-      XOPT_TILE_LOAD(4, a, kStride * static_cast<int64_t>(sizeof(A)));
+    for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
+      if (t > 0) a.next();
+      XOPT_TILE_LOAD(4, a.rows, a.stride);
       XOPT_TILE_STREAM(6, b, 64);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
       XOPT_DOT(0, 4, 6);

@@ -1,0 +1,194 @@
+// The loops of a convolution on a raster (tiles/raster.h), at level `amx`.
+//
+//   thread      a range of row blocks x a range of panels; a row block is 32 positions of an image's raster
+//    chunk        row blocks whose raster stays in L2, a part of an image or several images; weights are read once a chunk
+//     panel chunk   panels whose weights stay in L2 while all row blocks of the chunk pass, all their K at once
+//      row block, panel   the block's product; its sums go to the epilogue between the products of the next panel
+//
+// Against copies of patches, which a tile kernel would spend more time on than on the products where output channels are
+// few: an image is copied once, not once for each place of the kernel, and neighbouring places find in L1 what they
+// share.
+#pragma once
+
+#include "kernels/column_values.h"
+#include "kernels/conv_loop.h"
+#include "kernels/gemm_background.h"
+#include "tiles/block_amx.h"
+#include "tiles/raster.h"
+
+#if XOPT_LEVEL >= XOPT_LEVEL_AMX
+namespace xopt::XOPT_ISA {
+
+struct NothingToCopy {
+  void copy_rows(int64_t, int64_t) {}
+};
+
+template <class Block>
+struct RasterPlan {
+  explicit RasterPlan(const ConvCall& call)
+      : raster(call.input), image_blocks(ceil_div(raster.span(), Block::kRows)), blocks(call.images * image_blocks) {
+    const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
+    const int64_t image = image_blocks * Block::kRows + raster.reach();
+    const int64_t positions = l2 / 2 / raster.position_bytes();
+    chunk_blocks = positions >= image ? positions / image * image_blocks
+                                      : maximum<int64_t>(1, (positions - raster.reach()) / Block::kRows);
+    chunk_panels = minimum<int64_t>(4, maximum<int64_t>(1, l2 / 8 / call.weight.panel_bytes));
+    fits = Block::kRows + raster.reach() <= positions;
+  }
+
+  // Rows of products that are no outputs cost as much as others; patches would have none, but cost their copy, about a
+  // panel's product for each step.
+  bool pays(const ConvCall& call, int64_t panels) const {
+    const int64_t patches = ceil_div(call.images * output_positions(call.input), Block::kRows);
+    return fits && call.input.channels % Block::kTileK == 0 && blocks * panels <= patches * (panels + 1);
+  }
+
+  const Raster raster;
+  int64_t image_blocks, blocks, chunk_blocks, chunk_panels;
+  bool fits;  // a row block's raster, in L2
+};
+
+// A thread's part of a product.
+template <class Block>
+class RasterThread {
+  static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
+
+ public:
+  RasterThread(const GemmCall& call, const Raster& raster, const RasterPlan<Block>& plan, EpilogueFn* epilogue)
+      : call_(call), w_(call.weight), raster_(raster), plan_(plan), background_(epilogue) {}
+
+  void compute(Range blocks, Range panels) {
+    const typename Block::Scope scope;
+    const int64_t chunks = ceil_div(blocks.size(), plan_.chunk_blocks);
+    if (chunks == 0) return;
+    const int64_t chunk_blocks = ceil_div(blocks.size(), chunks);
+    // The last tile may reach beyond the last position.
+    const int64_t images = (chunk_blocks - 1) / plan_.image_blocks + 2;
+    const int64_t positions = (chunk_blocks + 1) * Block::kRows + images * raster_.reach();
+    plane_bytes_ = positions * raster_.pitch();
+    const Scratch planes(static_cast<size_t>(positions * raster_.position_bytes()));
+    const Scratch acc(2 * kAccBytes);
+    const Scratch offsets(static_cast<size_t>(w_.k_tiles) * sizeof(int64_t));
+    planes_ = planes.as<uint8_t>();
+    acc_ = acc.as<uint8_t>();
+    offsets_ = offsets.as<int64_t>();
+    raster_.set_offsets(Block::kTileK, plane_bytes_, offsets.as<int64_t>());
+    for (int64_t block = blocks.begin; block < blocks.end; block += chunk_blocks) {
+      blocks_ = {block, minimum(block + chunk_blocks, blocks.end)};
+      copy_chunk();
+      for (int64_t panel = panels.begin; panel < panels.end; panel += plan_.chunk_panels) {
+        panel_chunk({panel, minimum(panel + plan_.chunk_panels, panels.end)}, panels.end);
+      }
+    }
+    background_.finish_epilogue();
+  }
+
+ private:
+  // A row block: where in which image it begins.
+  struct Place {
+    int64_t image, position;
+  };
+  Place place(int64_t block) const { return {block / plan_.image_blocks, block % plan_.image_blocks * Block::kRows}; }
+  int64_t rows(Place place) const { return minimum(Block::kRows, raster_.span() - place.position); }
+
+  // Where the row block's first position lies in a plane: after the images before it in the chunk.
+  uint8_t* place_in_plane(Place place) const {
+    const Place first = this->place(blocks_.begin);
+    int64_t position = place.position - first.position;
+    if (place.image > first.image) {
+      const int64_t image = raster_.span() + raster_.reach();
+      position = (place.image - first.image) * image - first.position + place.position;
+    }
+    return planes_ + position * raster_.pitch();
+  }
+
+  void copy_chunk() const {
+    for (int64_t block = blocks_.begin; block < blocks_.end;) {
+      const Place begin = place(block);
+      const int64_t of_image = minimum(blocks_.end, (begin.image + 1) * plan_.image_blocks) - block;
+      const int64_t end = minimum(begin.position + of_image * Block::kRows, raster_.span());
+      raster_.template copy<Block>(begin.image, begin.position, end + raster_.reach(), plane_bytes_,
+                                   place_in_plane(begin));
+      block += of_image;
+    }
+    asm volatile("" : : : "memory");  // GCC does not know that tile loads read memory
+  }
+
+  void panel_chunk(Range panels, int64_t last_panel) {
+    const int64_t lines = ceil_div(2 * kTileBytes / 64, blocks_.size());  // of the next chunk's weights, in each step
+    for (int64_t block = blocks_.begin; block < blocks_.end; ++block) {
+      const Place at = place(block);
+      const Raster::Outputs outputs(raster_, at.image, at.position);
+      BlockCall call;
+      call.a = place_in_plane(at);
+      call.a_stride = raster_.pitch();
+      call.a_offsets = offsets_;
+      call.k_tiles = w_.k_tiles;
+      call.accumulate = false;
+      const int64_t ahead = (block - blocks_.begin) * lines * 64 * w_.k_tiles;
+      for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+        call.b = w_.panel_data + panel * w_.panel_bytes;
+        call.acc = acc_ + turn_ * kAccBytes;
+        const int64_t next = panel + panels.size();
+        const bool fetches = next < last_panel && ahead < w_.k_tiles * 2 * kTileBytes;
+        call.ahead = w_.panel_data + next * w_.panel_bytes + ahead;
+        call.ahead_lines = fetches ? lines : 0;
+        background_.prefetches.clear();
+        if (call.k_tiles > 0) prefetch_other(outputs.row(), rows(at), panel);
+        background_.begin_block();
+        Block::run(rows(at), call, background_);
+        finish_sums(outputs, rows(at), panel);
+      }
+    }
+  }
+
+  void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel) {
+    EpilogueStrip done{};
+    done.acc = acc_ + turn_ * kAccBytes;
+    done.acc_panel_stride = kAccBytes / 4;
+    done.panel = panel;
+    done.column = panel * kPanelColumns;
+    done.columns = minimum(kPanelColumns, w_.n - done.column);
+    column_turn_ ^= 1;
+    column_values_[column_turn_].fill(call_.epilogue, false, w_.n, done.column, 1, &done);
+    background_.defer_epilogue(&call_, done, rows, w_.k_tiles, outputs);
+    turn_ ^= 1;
+  }
+
+  // The part of `other` that the epilogue will read.
+  void prefetch_other(int64_t row, int64_t rows, int64_t panel) {
+    const Epilogue& e = call_.epilogue;
+    if (e.binary == Binary::none || e.other_row_stride == 0) return;
+    const int64_t size = dtype_size(e.other_dtype), stride = e.other_row_stride * size;
+    const int64_t at_once = ceil_div(rows, w_.k_tiles);
+    const auto* first = static_cast<const uint8_t*>(e.other) + row * stride + panel * kPanelColumns * size;
+    background_.prefetches.add({first, at_once * stride, stride, at_once});
+  }
+
+  const GemmCall& call_;
+  const PackedWeight& w_;
+  const Raster& raster_;
+  const RasterPlan<Block>& plan_;
+  Background<NothingToCopy, Raster::Outputs> background_;
+
+  uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: two blocks' sums in turns
+  const int64_t* offsets_ = nullptr;
+  int64_t plane_bytes_ = 0, turn_ = 0, column_turn_ = 0;
+  ColumnValues column_values_[2];  // of the sums that wait for their epilogue, and of those under way
+  Range blocks_{};                 // the chunk
+};
+
+template <class Block>
+void conv_on_raster(const ConvCall& call, const RasterPlan<Block>& plan) {
+  GemmCall first = product_call(call, 0);
+  EpilogueFn* epilogue = select_epilogue<Block>(first);
+  first.m = plan.blocks * Block::kRows;
+  const GemmPlan<Block> grid(first);
+  each_part(call, grid, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels) {
+    const Raster raster(product_input(call, product));
+    RasterThread<Block>(gemm, raster, plan, epilogue).compute(blocks, panels);
+  });
+}
+
+}  // namespace xopt::XOPT_ISA
+#endif

@@ -1,0 +1,183 @@
+// The view of a convolution whose tiles are read out of the image itself, with no copy of patches.
+//
+// An output position and the one beside it read input that is one pixel apart (stride 1), whatever the place in the
+// kernel. So the rows of A for one place of the kernel and 32 channels are a run of pixels, and a tile load takes them as
+// they lie: pixels are the tile's rows. What makes the run is a copy of the image with its zeros around it, the raster,
+// which stays in L2. It is as wide as the outputs of a line need; rows of A go on over the end of a line, through a few
+// positions that are no outputs (2 of 58 under a 3 x 3 kernel on 56 pixels), whose sums nobody reads.
+// Under a stride the image is dealt out into planes, each with the pixels that one place of the kernel meets, so that a
+// run is one again.
+#pragma once
+
+#include "tiles/view.h"
+
+namespace xopt::XOPT_ISA {
+
+class Raster {
+ public:
+  explicit Raster(const PatchesView& view) : view_(view) {
+    for (int d = 0; d < 3; ++d) {
+      period_[d] = view.stride[d] / greatest_divisor(view.stride[d], view.dilation[d]);
+      planes_[d] = minimum(view.kernel[d], period_[d]);
+      const int64_t reach = (view.kernel[d] - 1) * view.dilation[d] / view.stride[d];
+      extent_[d] = view.out[d] + reach;
+      reach_ = reach_ * (view.out[d] + reach) + reach;
+      span_ = (d == 0 ? 0 : span_ * extent_[d]) + view.out[d] - 1;
+    }
+    ++span_;
+    // Long pixels that are a multiple of many lines would all fall into few sets of L1.
+    const int64_t lines = ceil_lines(view.channels * kElement);
+    pitch_ = 64 * (lines >= 8 ? lines | 1 : lines);
+  }
+
+  // Positions from an image's first output to its last, those between that are no outputs included.
+  int64_t span() const { return span_; }
+  // How many positions further on its last input is.
+  int64_t reach() const { return reach_; }
+  // Bytes of a position in all planes.
+  int64_t position_bytes() const { return planes_[0] * planes_[1] * planes_[2] * pitch_; }
+  int64_t pitch() const { return pitch_; }
+
+  // For each step along k (so many channels of a place of the kernel), where its rows begin, for planes so far apart.
+  void set_offsets(int64_t tile_k, int64_t plane_bytes, int64_t* offsets) const {
+    const PatchesView& v = view_;
+    for (int64_t z = 0; z < v.kernel[0]; ++z) {
+      for (int64_t y = 0; y < v.kernel[1]; ++y) {
+        for (int64_t x = 0; x < v.kernel[2]; ++x) {
+          const int64_t plane = (z % period_[0] * planes_[1] + y % period_[1]) * planes_[2] + x % period_[2];
+          const int64_t position = (shift(0, z) * extent_[1] + shift(1, y)) * extent_[2] + shift(2, x);
+          for (int64_t channel = 0; channel < v.channels; channel += tile_k) {
+            *offsets++ = plane * plane_bytes + position * pitch_ + channel * kElement;
+          }
+        }
+      }
+    }
+  }
+
+  // Positions [begin, end) of an image into each plane.
+  template <class Block>
+  void copy(int64_t image, int64_t begin, int64_t end, int64_t plane_bytes, uint8_t* to) const {
+    for (int64_t z = 0; z < planes_[0]; ++z) {
+      for (int64_t y = 0; y < planes_[1]; ++y) {
+        for (int64_t x = 0; x < planes_[2]; ++x, to += plane_bytes) {
+          const int64_t first[3] = {first_input(0, z), first_input(1, y), first_input(2, x)};
+          copy_plane<Block>(image, begin, end, first, to);
+        }
+      }
+    }
+  }
+
+  // The outputs among a run of positions, from one on.
+  class Outputs {
+   public:
+    Outputs() = default;
+    Outputs(const Raster& raster, int64_t image, int64_t position) : raster_(&raster) {
+      const PatchesView& v = raster.view_;
+      for (int d = 2; d >= 0; --d) {
+        at_[d] = d == 0 ? position : position % raster.extent_[d];
+        position /= raster.extent_[d];
+      }
+      first_ = image * v.out[0] * v.out[1] * v.out[2];
+    }
+
+    // The first output at or after the place, as a row of the product.
+    int64_t row() const {
+      const PatchesView& v = raster_->view_;
+      return first_ + (at_[0] * v.out[1] + minimum(at_[1], v.out[1] - 1)) * v.out[2] + minimum(at_[2], v.out[2] - 1);
+    }
+
+    // For rows [begin, end), which follow the rows of the call before: done(row of the product, begin, end) for each run
+    // of outputs.
+    template <class Done>
+    void each(int64_t begin, int64_t end, const Done& done) {
+      const PatchesView& v = raster_->view_;
+      while (begin < end) {
+        const bool inside = at_[2] < v.out[2];
+        const int64_t run = minimum((inside ? v.out[2] : raster_->extent_[2]) - at_[2], end - begin);
+        if (inside && at_[1] < v.out[1]) done(row(), begin, begin + run);
+        begin += run;
+        at_[2] += run;
+        if (at_[2] < raster_->extent_[2]) continue;
+        at_[2] = 0;
+        if (++at_[1] < raster_->extent_[1]) continue;
+        at_[1] = 0;
+        ++at_[0];
+      }
+    }
+
+   private:
+    const Raster* raster_ = nullptr;
+    int64_t at_[3] = {0, 0, 0}, first_ = 0;
+  };
+
+ private:
+  static constexpr int64_t kElement = 2;
+
+  static int64_t ceil_lines(int64_t bytes) { return (bytes + 63) / 64; }
+  static int64_t greatest_divisor(int64_t a, int64_t b) {
+    while (b != 0) {
+      const int64_t rest = a % b;
+      a = b;
+      b = rest;
+    }
+    return a;
+  }
+
+  int64_t phase(int d, int64_t place) const { return place % period_[d] * view_.dilation[d] % view_.stride[d]; }
+  int64_t shift(int d, int64_t place) const { return (place * view_.dilation[d] - phase(d, place)) / view_.stride[d]; }
+  // Where a plane begins in the image, which may be outside of it.
+  int64_t first_input(int d, int64_t plane) const { return phase(d, plane) - view_.padding[d]; }
+
+  template <class Block>
+  void copy_plane(int64_t image, int64_t begin, int64_t end, const int64_t* first, uint8_t* to) const {
+    const PatchesView& v = view_;
+    const int64_t size = dtype_size(v.dtype);
+    const auto* data = static_cast<const uint8_t*>(v.data) + image * v.image_stride * size;
+    while (begin < end) {
+      const int64_t x = begin % extent_[2], line = begin / extent_[2];
+      const int64_t length = minimum(extent_[2] - x, end - begin);
+      const int64_t z = line / extent_[1] * v.stride[0] + first[0], y = line % extent_[1] * v.stride[1] + first[1];
+      const bool inside = z >= 0 && z < v.in[0] && y >= 0 && y < v.in[1];
+      copy_line<Block>(inside ? data + (z * v.in_stride[0] + y * v.in_stride[1]) * size : nullptr, x, length, first[2],
+                       to);
+      to += length * pitch_;
+      begin += length;
+    }
+  }
+
+  // Positions x and on of a line; nullptr: one of zeros.
+  template <class Block>
+  void copy_line(const uint8_t* line, int64_t x, int64_t length, int64_t first, uint8_t* to) const {
+    const PatchesView& v = view_;
+    const int64_t stride = v.stride[2];
+    const int64_t begin = first < 0 ? (-first + stride - 1) / stride : 0;  // the first position inside, and the last
+    const int64_t end = first < v.in[2] ? (v.in[2] - 1 - first) / stride + 1 : 0;
+    const int64_t inside = line == nullptr ? x + length : minimum(maximum(begin, x), x + length);
+    const int64_t outside = maximum(inside, minimum(end, x + length));
+    zero((inside - x) * pitch_, to);
+    to += (inside - x) * pitch_;
+    if (outside > inside) {
+      const int64_t size = dtype_size(v.dtype), step = stride * v.in_stride[2] * size;
+      const uint8_t* from = line + (inside * stride + first) * v.in_stride[2] * size;
+      const bool dense = step == v.channels * size && pitch_ == v.channels * kElement;
+      const int64_t runs = dense ? 1 : outside - inside,
+                    length_of_run = dense ? (outside - inside) * v.channels : v.channels;
+      for (int64_t run = 0; run < runs; ++run) {
+        copy_run<Block>(v.dtype, from + run * step, length_of_run,
+                        reinterpret_cast<typename Block::A*>(to + run * pitch_));
+      }
+    }
+    zero((x + length - outside) * pitch_, to + (outside - inside) * pitch_);
+  }
+
+  static void zero(int64_t bytes, uint8_t* to) {
+    if (bytes > 0) __builtin_memset(to, 0, static_cast<size_t>(bytes));
+  }
+
+  PatchesView view_;
+  int64_t period_[3], planes_[3];  // planes of a dimension, and after how many places of the kernel they come again
+  int64_t extent_[3];              // of a plane: outputs, and what the kernel reaches beyond
+  int64_t reach_ = 0, span_ = 0, pitch_;
+};
+
+}  // namespace xopt::XOPT_ISA
