@@ -240,6 +240,25 @@ def test_compiled_kernels_have_names() -> None:
     assert fresh_process.output_of(program).endswith("fine")
 
 
+def test_a_graph_that_was_compiled_before_is_one_row() -> None:
+    program = """
+        import torch, xopt
+        from torch import nn
+
+        before = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)).eval())
+        rows = torch.randn(32, 64)
+        with torch.inference_mode():
+            before(rows)
+        taken = xopt.profile(before, rows, steps=2, warmup=1, roofs=False)
+        loops = [kernel for kernel in taken.kernels if kernel.name == "loops of a compiled graph"]
+        assert [(kernel.category, kernel.calls) for kernel in loops] == [("pointwise", 2)], taken.kernels
+        assert taken.flop == 2 * 32 * 64 * 64, taken.flop
+        assert any("are not told apart" in finding for finding in taken.findings)
+        print("fine")
+    """
+    assert fresh_process.output_of(program).endswith("fine")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [({"steps": 0}, "steps: expected a whole number of at least 1, got 0"), ({"warmup": -1}, "warmup: expected")],

@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from xopt.profiling.category import NESTED_APART, OVERHEAD, category_of
+from xopt.profiling.category import (
+    NESTED_APART,
+    OVERHEAD,
+    POINTWISE,
+    category_of,
+    is_compiled_graph,
+    is_compiled_kernel,
+)
 from xopt.profiling.events import Op
 from xopt.profiling.timeline import Piece
+
+# A graph that was compiled before the profiler was on does not tell of its kernels.
+COMPILED_LOOPS = "loops of a compiled graph"
 
 
 @dataclass(eq=False)
@@ -26,6 +36,8 @@ class Call:
     names: list[str] = field(default_factory=list)
     """String arguments, in the order of the schema, where the native side has told them."""
     regions: list[Region] = field(default_factory=list)
+    absorbs: bool = True
+    """Whether what its operator calls is part of it."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +77,11 @@ class _Cutter:
 
     def _call_of(self, op: Op, around: Call | None) -> Call:
         category = category_of(op.name, op.overload)
-        within = around if around is not None and around.category != OVERHEAD else None
+        within = around if around is not None and around.category != OVERHEAD and around.absorbs else None
         if within is not None and (category not in NESTED_APART or within.category == category):
             return within
+        if is_compiled_graph(op.name) and not any(is_compiled_kernel(inner.name) for inner in op.walk()):
+            return self._add(Call(COMPILED_LOOPS, POINTWISE, op.module, op, absorbs=False))
         if category == OVERHEAD:
             key = op.name, op.module
             if key not in self._overhead:

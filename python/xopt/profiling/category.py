@@ -162,6 +162,11 @@ def _category_of_region(name: str) -> str:
     return REDUCTION if _FUSED_REDUCTION.search(name) else POINTWISE
 
 
+def is_compiled_graph(name: str) -> bool:
+    """Whether it is a region in which a graph of TorchInductor's runs."""
+    return name.startswith("## Call CompiledFxGraph")
+
+
 def is_compiled_kernel(name: str) -> bool:
     """Whether it is a loop that TorchInductor has written for the CPU."""
     return re.search(r"(^|_)cpp_[A-Za-z]", name) is not None

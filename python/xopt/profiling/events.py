@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +67,12 @@ class Op:
     children: list[Op] = field(default_factory=list)
     module: str | None = None
     """The path of the module whose forward called it; None: none did."""
-    region: str = ""
-    """The innermost marked region that is no module's."""
+
+    def walk(self) -> Iterator[Op]:
+        """It and all that it calls."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def read_events(results: Any) -> Events:
     reader = _Reader(flat)
     roots: list[Op] = []
     for event in results.experimental_event_tree():
-        roots += reader.read(event, None, "")
+        roots += reader.read(event, None)
     return Events(roots, reader.steps, reader.main_thread, _device_kernels(results))
 
 
@@ -108,26 +113,25 @@ class _Reader:
         self.main_thread = 0
         self._flat = flat
 
-    def read(self, event: Any, module: str | None, region: str) -> list[Op]:
+    def read(self, event: Any, module: str | None) -> list[Op]:
         """The operator of an event; those inside, where it is only a mark."""
         kind = str(event.tag)
         if not kind.endswith("TorchOp"):
-            return [op for child in event.children for op in self.read(child, module, region)]
+            return [op for child in event.children for op in self.read(child, module)]
         name = event.name
         if name.startswith(PREFIX):
             module = name.removeprefix(PREFIX)
-            return [op for child in event.children for op in self.read(child, module, region)]
+            return [op for child in event.children for op in self.read(child, module)]
         flat = self._flat.get(event.correlation_id)
         thread = flat.device_resource_id() if flat is not None else event.start_tid
         if name == STEP:
             self.steps.append((event.start_time_ns, event.end_time_ns))
             self.main_thread = thread
-            return [op for child in event.children for op in self.read(child, module, region)]
-        is_op = "::" in name
-        op = Op(name, event.overload_name, event.start_time_ns, event.end_time_ns, thread, module=module, region=region)
+            return [op for child in event.children for op in self.read(child, module)]
+        op = Op(name, event.overload_name, event.start_time_ns, event.end_time_ns, thread, module=module)
         op.arguments = _arguments(event.extra_fields.inputs, flat)
         for child in event.children:
-            op.children += self.read(child, module, region if is_op else name)
+            op.children += self.read(child, module)
         return [op]
 
 

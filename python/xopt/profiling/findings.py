@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xopt.profiling.calls import COMPILED_LOOPS
 from xopt.profiling.category import ALLOCATION, FALLBACK, OVERHEAD, REORDER
 from xopt.profiling.result import Kernel, Profile
 from xopt.profiling.work import OTHER_LAYOUT
@@ -16,12 +17,32 @@ def findings_of(profile: Profile) -> list[str]:
     wall = sum(category.seconds for category in profile.categories.values())
     if not wall:
         return []
-    finders = (_error, _main_cost, _reorders, _fallbacks, _overhead, _allocation, _slow_kernels, _uneven_threads, _idle)
+    finders = (
+        _error,
+        _compiled_before,
+        _main_cost,
+        _reorders,
+        _fallbacks,
+        _overhead,
+        _allocation,
+        _slow_kernels,
+        _uneven_threads,
+        _idle,
+    )
     return [finding for finder in finders for finding in finder(profile, wall)]
 
 
 def _error(profile: Profile, wall: float) -> list[str]:
     return [f"The profile ends early, with {profile.error}."] if profile.error else []
+
+
+def _compiled_before(profile: Profile, wall: float) -> list[str]:
+    if not any(kernel.name == COMPILED_LOOPS for kernel in profile.kernels):
+        return []
+    return [
+        f"The {COMPILED_LOOPS} are not told apart, because it was compiled before: a profile of torch.compile(model)"
+        " from its first call on names them."
+    ]
 
 
 def _share(profile: Profile, category: str, wall: float) -> float:
@@ -141,4 +162,7 @@ def _uneven_threads(profile: Profile, wall: float) -> list[str]:
 def _idle(profile: Profile, wall: float) -> list[str]:
     if profile.overhead is None or profile.overhead < 0.1:
         return []
-    return [f"The profiler itself made steps {profile.overhead:.0%} longer: small kernels look larger than they are."]
+    return [
+        f"Steps took {profile.overhead:.0%} longer with the profiler on: by its own work, which makes small kernels"
+        " look larger than they are, or by other work on this machine."
+    ]

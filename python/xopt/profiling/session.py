@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
@@ -47,7 +48,11 @@ def profile(
         session = Session(model if isinstance(model, nn.Module) else None, roofs=roofs, one_step=False)
         with session as taken:
             for _ in range(steps):
-                with session.step():
+                with session.step(), warnings.catch_warnings():
+                    # The marks are made in forwards only, and so may fire once more for a compiled module.
+                    warnings.filterwarnings(
+                        "ignore", message="Using `torch.compile.module.` when there are global hooks"
+                    )
                     model(*inputs, **named)
         # Half of them afterwards: a machine that is shared changes its pace.
         plain += [_timed(model, inputs, named) for _ in range((steps + 1) // 2)]

@@ -38,6 +38,8 @@ class Work:
 def work_of(call: Call) -> Work:
     op = call.op
     assert op is not None
+    if not call.absorbs:
+        return Work(call.name, "", 0, 0, False)
     outputs = _outputs(op, tuple(call.names))
     moved = _moved_bytes(call, op, outputs)
     dtype = next((value.dtype for value in tensors_in(op.arguments)), "")
