@@ -15,6 +15,7 @@ SMALL = {
     "multi_instance.py": ["--size", "tiny", "--tokens", "16", "--seconds", "0.1"],
     "multi_stream.py": ["--size", "32", "--batch", "3", "--rounds", "1"],
     "resnet50_bf16.py": ["--size", "tiny", "--batch", "2", "--rounds", "1"],
+    "profile_model.py": ["--size", "tiny", "--steps", "2"],
     "resnet50_fp32.py": ["--size", "tiny", "--rounds", "1"],
     "stable_diffusion_unet.py": ["--size", "tiny", "--steps", "2"],
 }
