@@ -197,6 +197,17 @@ def test_an_exception_passes_and_the_profile_so_far_is_kept() -> None:
     assert not hooks._global_forward_hooks
 
 
+def test_a_profile_inside_another_is_refused_and_spoils_nothing() -> None:
+    with xopt.profiler(roofs=False) as taken:
+        with pytest.raises(RuntimeError, match="no other profile"):
+            xopt.profile(torch.relu, torch.ones(1), roofs=False)
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    assert any(kernel.category == "gemm" for kernel in taken.kernels)
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match="no other profile"), xopt.profiler(roofs=False):
+        pass
+    assert xopt.profile(torch.relu, torch.ones(1), steps=1, roofs=False).steps == 1
+
+
 def test_streams_run_side_by_side_and_still_add_up() -> None:
     pool = CorePool()
     model = xopt.optimize(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval())
