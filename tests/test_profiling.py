@@ -94,7 +94,7 @@ def test_times_and_operations_add_up(name: str, optimized: bool) -> None:
     assert total == pytest.approx(taken.wall_seconds, rel=0.02)
     assert total == pytest.approx(sum(kernel.seconds for kernel in taken.kernels))
     assert set(taken.categories) <= set(CATEGORIES)
-    assert "other" not in taken.categories or taken.categories["other"].seconds < 0.05 * total
+    assert "other" not in taken.categories
     assert taken.flop - attention_on_cpu(taken) == counted > 0
     ours = {kernel.operator for kernel in taken.kernels if kernel.operator.startswith("xopt::")}
     assert bool(ours) == optimized
