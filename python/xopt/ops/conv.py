@@ -14,7 +14,7 @@ from xopt.ops.linear import check_packed, fitting_itemsizes, packed_bytes
 _PANEL = 32
 
 
-def _matrix(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[Size, Size]:
+def matrix_of(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[Size, Size]:
     """Rows and columns of the packed matrix: csrc/ops/conv_layout.h."""
     if not 3 <= len(sizes) <= 5:
         raise RuntimeError(
@@ -41,7 +41,7 @@ def _matrix(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[Siz
 
 @fake_of("conv_pack")
 def _conv_pack(weight: Tensor, groups: int = 1, *, dtype: torch.dtype) -> Tensor:
-    return packed_bytes(weight, *_matrix("conv_pack", "weight", weight.shape, groups), dtype, gated=False)
+    return packed_bytes(weight, *matrix_of("conv_pack", "weight", weight.shape, groups), dtype, gated=False)
 
 
 @fake_of("conv_unpack")
@@ -73,7 +73,7 @@ def _conv(
     named = {"input": input, "packed": packed, "bias": bias, "scale": scale, "other": other}
     check("conv", named, FLOATING)
     check_packed("conv", packed)
-    _matrix("conv", "weight_size", weight_size, groups)
+    matrix_of("conv", "weight_size", weight_size, groups)
     if input.dim() != len(weight_size):
         raise RuntimeError(
             f"xopt::conv: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for this"
