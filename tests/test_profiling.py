@@ -94,7 +94,7 @@ def test_times_and_operations_add_up(name: str, optimized: bool) -> None:
     assert total == pytest.approx(taken.wall_seconds, rel=0.02)
     assert total == pytest.approx(sum(kernel.seconds for kernel in taken.kernels))
     assert set(taken.categories) <= set(CATEGORIES)
-    assert "other" not in taken.categories or taken.categories["other"].seconds < 0.05 * total
+    assert "other" not in taken.categories
     assert taken.flop - attention_on_cpu(taken) == counted > 0
     ours = {kernel.operator for kernel in taken.kernels if kernel.operator.startswith("xopt::")}
     assert bool(ours) == optimized
@@ -195,6 +195,17 @@ def test_an_exception_passes_and_the_profile_so_far_is_kept() -> None:
     assert taken.error == "ZeroDivisionError: integer division or modulo by zero"
     assert any(kernel.category == "gemm" and kernel.flop == 2 * 64**3 for kernel in taken.kernels)
     assert not hooks._global_forward_hooks
+
+
+def test_a_profile_inside_another_is_refused_and_spoils_nothing() -> None:
+    with xopt.profiler(roofs=False) as taken:
+        with pytest.raises(RuntimeError, match="no other profile"):
+            xopt.profile(torch.relu, torch.ones(1), roofs=False)
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    assert any(kernel.category == "gemm" for kernel in taken.kernels)
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match="no other profile"), xopt.profiler(roofs=False):
+        pass
+    assert xopt.profile(torch.relu, torch.ones(1), steps=1, roofs=False).steps == 1
 
 
 def test_streams_run_side_by_side_and_still_add_up() -> None:

@@ -1,4 +1,4 @@
-"""Fakes of transposed convolutions and the packing of their weights."""
+"""Fakes and costs of transposed convolutions and the packing of their weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from xopt.ops.conv import matrix_of
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
 from xopt.ops.linear import check_packed, packed_bytes
 
@@ -94,3 +95,18 @@ def _conv_transpose(
     ]
     memory = input.new_empty((input.shape[0], *spatial, weight_size[1] * groups), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
+
+
+@cost_of("conv_transpose", category="conv", kernel="conv")
+def _conv_transpose_work(
+    input: Shape,
+    packed: Shape,
+    weight_size: Shape,
+    bias: Shape | None = None,
+    *,
+    stride: Sequence[int],
+    groups: int = 1,
+    **options: object,
+) -> Work:
+    size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[1] * groups}"
+    return Work(size, 2 * input[0] * math.prod(input[2:]) * math.prod(weight_size))

@@ -53,6 +53,7 @@ NESTED_APART = (REORDER, ALLOCATION)
 _RULES = tuple(
     (re.compile(pattern), category)
     for pattern, category in (
+        (r"^(_unsafe_view|_local_scalar_dense|detach_|(as_strided|squeeze|unsqueeze|transpose|t)_)$", OVERHEAD),
         (r"^(empty|new_empty|resize_$|set_$|_resize_)", ALLOCATION),
         (r"scaled_dot_product|attention", ATTENTION),
         (r"^(conv|_conv|mkldnn_conv|thnn_conv|_slow_conv|slow_conv|_nnpack|cudnn_conv)", CONV),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -109,6 +110,23 @@ def kernels_named() -> Iterator[None]:
         yield
 
 
+_taking = threading.Lock()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Torch's profiler loses what it has recorded where a second one starts."""
+    problem = "profiler: expected no other profile to be taken meanwhile, by xopt or by torch.profiler"
+    if not _taking.acquire(blocking=False):
+        raise RuntimeError(problem)
+    try:
+        if torch._C._autograd._profiler_enabled():
+            raise RuntimeError(problem)
+        yield
+    finally:
+        _taking.release()
+
+
 class Session(AbstractContextManager[Profile]):
     """One profile being taken. Only one can be at a time in a process: torch's profiler allows no more."""
 
@@ -131,6 +149,7 @@ class Session(AbstractContextManager[Profile]):
             ),
         )
         with ExitStack() as started:
+            started.enter_context(_alone())
             started.enter_context(kernels_named())
             self._kineto.__enter__()
             started.callback(self._kineto.__exit__, None, None, None)
