@@ -442,10 +442,10 @@ def test_arguments_of_ipex(caplog: pytest.LogCaptureFixture) -> None:
             level="O1",
             inplace=False,
             conv_bn_folding=True,
-            optimize_lstm=True,
+            concat_linear=True,
             weights_prepack=False,
         )
-    assert "optimize_lstm has no effect" in caplog.text
+    assert "concat_linear has no effect" in caplog.text
     assert type(result[0].weight) is nn.Parameter
 
 

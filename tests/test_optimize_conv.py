@@ -372,7 +372,6 @@ def test_compile_and_export() -> None:
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 2), "transposed convolutions are left to torch"),
     "double": (lambda: nn.Conv2d(3, 4, 2).double(), "dtype torch.float64"),
 }
 

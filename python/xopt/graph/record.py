@@ -51,6 +51,7 @@ _FRESH = frozenset(
     {
         *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
+        *("conv_transpose", "interpolate"),
     }
 )
 

@@ -14,7 +14,7 @@ from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_pair, pack_as_pair
 from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, operands, replace, step, used_only_for
 
-_gated = torch.ops.xopt.linear_gated.default
+gated_product = torch.ops.xopt.linear_gated.default
 
 
 class GatedPair(Pattern):
@@ -67,7 +67,7 @@ def gated_linear(
     packed = all(type(weight) is PackedParameter for weight in weights)
     if not packed or not (are_pair(*weights) or pack_as_pair(*weights)):
         return ACTIVATIONS[activation](linear(gate, input), alpha, beta) * linear(up, input)
-    return _gated(  # type: ignore[no-any-return]
+    return gated_product(  # type: ignore[no-any-return]
         input,
         weights[0].place.packed,
         gate.out_features,

@@ -34,7 +34,8 @@ def place_of(weight: Any) -> Place | None:
     if type(weight) is not PackedParameter:
         return None
     place = weight.place
-    return place if place.in_pair is None and place.groups is None and place.gates is None else None
+    others = (place.in_pair, place.gate_half, place.groups, place.gates)
+    return place if all(each is None for each in others) else None
 
 
 class PackedProduct(PackedState):
