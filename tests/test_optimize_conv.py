@@ -130,6 +130,18 @@ class InTorchsLayout(nn.Module):
         return x.view(batch, channels, -1).mean(-1)[..., None, None] + self.second(x).relu()  # type: ignore[no-any-return]
 
 
+class SamePadded(nn.Module):
+    """Pads by the image's size, as TensorFlow does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 32, 3, 2), nn.BatchNorm2d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.pad(x, (0, 1, x.shape[-2] % 2, 2), "constant", 0.0)
+        return functional.relu(self.norm(self.conv(x)))
+
+
 def many(block: Callable[[], nn.Module], count: int = 3) -> list[nn.Module]:
     return [block() for _ in range(count)]
 
@@ -410,3 +422,18 @@ def test_images_stay_channels_last_where_torchs_layout_is_asked_for() -> None:
         result = model(torch.randn(2, 3, 12, 11))
     assert layouts == [True]
     assert result.is_contiguous()
+
+
+def test_zeros_around_an_image_are_part_of_the_convolution() -> None:
+    torch.manual_seed(0)
+    zeros, ones = nn.ZeroPad2d((1, 0, 0, 2)), nn.ConstantPad2d(1, 1.0)
+    source = settled(nn.Sequential(SamePadded(), zeros, nn.Conv2d(32, 8, 3, padding=1), ones, nn.Conv2d(8, 4, 3)))
+    optimized = xopt.optimize(source)
+    with torch.no_grad():
+        for height in (20, 21, 20, 9):
+            x = torch.randn(2, 3, height, 17)
+            torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
+        pads = "aten::constant_pad_nd"
+        with torch.profiler.profile() as profile:
+            optimized(x)
+    assert sum(event.count for event in profile.key_averages() if event.key == pads) == 1  # of ones
