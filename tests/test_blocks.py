@@ -127,6 +127,17 @@ class Highest(nn.Module):
         return y.max(dim=-1).values + torch.topk(y, 2)[0].sum(-1)
 
 
+class Rescaled(nn.Module):
+    """As in diffusers' residual blocks, whose factors mostly are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(64, 64), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1 * self.linear(x / self.factor)) / self.factor  # type: ignore[no-any-return]
+
+
 def gelu_of_gpt2(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
@@ -147,6 +158,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "rms_norm": (WrittenOutRmsNorm, ["rms_norm"]),
     "rms_norm with offset": (lambda: WrittenOutRmsNorm(1.0), ["rms_norm"]),
     "attention": (Attention, ["merged linear", "attention"]),
+    "factors of one": (Rescaled, ["linear+add"]),
     "positions": (Positions, ["linear+relu"]),
     "named results": (Highest, ["linear+relu"]),
     "causal attention": (lambda: Attention(True), ["merged linear", "attention"]),
@@ -560,3 +572,21 @@ def test_a_tied_weight_is_not_packed_with_two_others() -> None:
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(optimized(X), source(X), rtol=1e-4, atol=1e-4)
+
+
+class Untouched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.relu(self.linear(x)), x.transpose(0, 1) * 1
+
+
+def test_a_block_does_not_return_what_it_was_given() -> None:
+    model = xopt.optimize(Untouched().eval())
+    x = X.clone()
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)[1].zero_()
+    assert torch.equal(x, X)

@@ -115,6 +115,33 @@ class Causal(nn.Conv1d):
         return super().forward(functional.pad(x, (self.dilation[0] * (self.kernel_size[0] - 1), 0)))
 
 
+class InTorchsLayout(nn.Module):
+    """Between convolutions, sequences; back from them, it asks for torch's layout, as diffusers' transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.linear = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        batch, channels, height, width = x.shape
+        tokens = self.linear(x.permute(0, 2, 3, 1).reshape(batch, height * width, channels))
+        x = tokens.reshape(batch, height, width, channels).permute(0, 3, 1, 2).contiguous()
+        return x.view(batch, channels, -1).mean(-1)[..., None, None] + self.second(x).relu()  # type: ignore[no-any-return]
+
+
+class SamePadded(nn.Module):
+    """Pads by the image's size, as TensorFlow does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 32, 3, 2), nn.BatchNorm2d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.pad(x, (0, 1, x.shape[-2] % 2, 2), "constant", 0.0)
+        return functional.relu(self.norm(self.conv(x)))
+
+
 def many(block: Callable[[], nn.Module], count: int = 3) -> list[nn.Module]:
     return [block() for _ in range(count)]
 
@@ -128,6 +155,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (2, 3, 21, 20),
     ),
     "audio": (Audio, (2, 1, 900)),
+    "in torch's layout": (lambda: nn.Sequential(InTorchsLayout(), nn.Conv2d(32, 8, 1)), (2, 3, 12, 11)),
     "causal": (lambda: nn.Sequential(Causal(2, 24, 3), nn.ReLU(), Causal(24, 40, 4, dilation=2)), (2, 2, 70)),
     "volumes": (Volumes, (1, 2, 5, 9, 11)),
     "more than a program": (lambda: Classifier(*many(Residual, 12)), (6, 3, 37, 40)),
@@ -378,3 +406,34 @@ def test_shared_weights() -> None:
     assert model[0].weight is model[1].weight
     with torch.no_grad():
         assert torch.allclose(model(x), source(x), atol=1e-5)
+
+
+def test_images_stay_channels_last_where_torchs_layout_is_asked_for() -> None:
+    model = xopt.optimize(nn.Sequential(InTorchsLayout(), nn.Conv2d(32, 8, 1)).eval())
+    layouts = []
+
+    def see(module: nn.Module, args: Any) -> None:
+        layouts.append(args[0].is_contiguous(memory_format=torch.channels_last))
+
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(2, 3, 12, 11))
+        model[1].register_forward_pre_hook(see)
+        result = model(torch.randn(2, 3, 12, 11))
+    assert layouts == [True]
+    assert result.is_contiguous()
+
+
+def test_zeros_around_an_image_are_part_of_the_convolution() -> None:
+    torch.manual_seed(0)
+    zeros, ones = nn.ZeroPad2d((1, 0, 0, 2)), nn.ConstantPad2d(1, 1.0)
+    source = settled(nn.Sequential(SamePadded(), zeros, nn.Conv2d(32, 8, 3, padding=1), ones, nn.Conv2d(8, 4, 3)))
+    optimized = xopt.optimize(source)
+    with torch.no_grad():
+        for height in (20, 21, 20, 9):
+            x = torch.randn(2, 3, height, 17)
+            torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
+        pads = "aten::constant_pad_nd"
+        with torch.profiler.profile() as profile:
+            optimized(x)
+    assert sum(event.count for event in profile.key_averages() if event.key == pads) == 1  # of ones

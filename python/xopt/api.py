@@ -196,7 +196,7 @@ def _left(decisions: list[Decision], reason: str) -> tuple[Entry, ...]:
     return tuple(_entry(decision, reason) for decision in decisions)
 
 
-def _own_weights(module: nn.Module) -> int:
+def _own_weights(module: Any) -> int:
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     if is_computed(module):
         own.append(module.weight)

@@ -56,6 +56,11 @@ _FRESH = frozenset(
 )
 
 
+def is_fresh(target: Any) -> bool:
+    """Whether a step of this function or method gives a tensor that nothing else refers to."""
+    return (target if isinstance(target, str) else getattr(target, "__name__", "")) in _FRESH
+
+
 class _WeightsToo(TorchFunctionMode):
     """Records what a forward does to parameters and buffers alone (Gemma's 1 + weight) as steps of its own."""
 
@@ -151,10 +156,8 @@ class Recorder:
         not used otherwise, which `finish` looks at."""
         if function is None or type(target) is not Symbol or not isinstance(target._example, torch.Tensor):
             raise CannotRecord("it changes something in place")
-        source = target._node.target
-        name = source if isinstance(source, str) else getattr(source, "__name__", "")
         result = self.call(function, target, *args, **kwargs)
-        if name not in _FRESH or result._example.dtype != target._example.dtype:
+        if not is_fresh(target._node.target) or result._example.dtype != target._example.dtype:
             raise CannotRecord("it changes a tensor in place that others may see")
         self._replaced_in_place.append((target._node, result._node))
         return result

@@ -6,6 +6,7 @@ with the channels last where its weight had them so; `root.py` hands a model its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -122,16 +123,18 @@ def keeps_channels_last(module: nn.Module, input: torch.Tensor) -> bool:
     return computes_channels_last(module) or input.stride(1) == 1
 
 
-def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """The operator with a module's packed weight and geometry."""
+def run(
+    module: Any, input: torch.Tensor, bias: torch.Tensor | None, pad: Sequence[int] = (), **options: Any
+) -> torch.Tensor:
+    """The operator with a module's packed weight and geometry. `pad`: zeros around the input, as `conv` has them."""
     weight: PackedParameter = weight_of(module)
     if input.dim() == weight.dim() - 1:  # a single image
         other = options.pop("other", None)
         if other is not None:
             options["other"] = other.unsqueeze(0)
-        return run(module, input.unsqueeze(0), bias, **options).squeeze(0)
+        return run(module, input.unsqueeze(0), bias, pad, **options).squeeze(0)
     keeps = keeps_channels_last(module, input)
-    padding = _padding(module)
+    padding = _padding(module, pad)
     if module.padding_mode != "zeros":
         # Modules keep these amounts in the order that pad takes; the operator then pads no more.
         input = functional.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
@@ -150,8 +153,15 @@ def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: 
     return result if keeps else result.contiguous()
 
 
-def _padding(module: Any) -> list[int]:
-    """Zeros before and after, for each spatial dimension."""
+def _padding(module: Any, pad: Sequence[int] = ()) -> list[int]:
+    """Zeros before and after, for each spatial dimension. `pad` has those of the last dimension first."""
+    amounts = _own_padding(module)
+    for place, amount in enumerate(pad):
+        amounts[len(amounts) - 2 * (place // 2 + 1) + place % 2] += amount
+    return amounts
+
+
+def _own_padding(module: Any) -> list[int]:
     padding = module.padding
     if padding == "valid":
         return [0] * (2 * len(module.kernel_size))
@@ -164,8 +174,8 @@ def _padding(module: Any) -> list[int]:
     return [amount for both in padding for amount in (both, both)]
 
 
-def output_shape(module: Any, input: torch.Tensor) -> tuple[int, ...]:
-    padding = _padding(module)
+def output_shape(module: Any, input: torch.Tensor, pad: Sequence[int] = ()) -> tuple[int, ...]:
+    padding = _padding(module, pad)
     dims = len(module.kernel_size)
     spatial = []
     for i, size in enumerate(input.shape[-dims:]):
@@ -182,12 +192,17 @@ def conv(
     norm: tuple[torch.Tensor | None, ...] | None = None,
     eps: float = 0.0,
     other: torch.Tensor | None = None,
+    pad: Sequence[int] = (),
     out_dtype: torch.dtype | None = None,
     **after: Any,
 ) -> torch.Tensor:
-    """The step of a recorded graph that calls the module; patterns hand it what follows: see `finished`."""
+    """The step of a recorded graph that calls the module; patterns hand it what follows: see `finished`. `pad`: zeros
+    that its input gets before, as `torch.nn.functional.pad` takes them."""
     bias: torch.Tensor | None = module._parameters["bias"]
-    if not has_packed_weight(module) or (other is not None and other.shape != output_shape(module, input)):
+    if pad and (module.padding_mode != "zeros" or min(pad) < 0):
+        input, pad = functional.pad(input, pad), ()
+    if not has_packed_weight(module) or (other is not None and other.shape != output_shape(module, input, pad)):
+        input = functional.pad(input, pad) if pad else input
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale = None
     if norm is not None:
@@ -196,6 +211,7 @@ def conv(
         module,
         input,
         bias,
+        pad,
         scale=scale,
         other=other,
         out_dtype=result_dtype(input) if out_dtype is None else out_dtype,

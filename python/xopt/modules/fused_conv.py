@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.fx import Graph
+from torch.nn import functional
 
 from xopt.modules.conv import conv
 from xopt.modules.conv_transpose import conv_transpose
 from xopt.modules.fused_linear import fuse_activations, fuse_batch_norm, fuse_binary
-from xopt.modules.pattern import Pattern
+from xopt.modules.pattern import Pattern, argument, calls, is_call, shape_of
 
 _CONVOLUTIONS = (conv, conv_transpose)
+
+
+class ConvPadding(Pattern):
+    """Zeros that a forward puts around an image itself, as TensorFlow's kind of padding wants it."""
+
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "fuse_conv"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, conv):
+            source: Any = node.args[1]
+            if not is_call(source, functional.pad) or node.kwargs.get("pad"):
+                continue
+            pad = argument(source, 1, "pad")
+            plain = argument(source, 2, "mode", "constant") == "constant" and not argument(source, 3, "value", 0)
+            if plain and isinstance(pad, (tuple, list)) and len(pad) <= 2 * (len(shape_of(source)) - 2):
+                node.args = (node.args[0], source.args[0])
+                node.kwargs = {**node.kwargs, "pad": tuple(pad)}
 
 
 class ConvBatchNorm(Pattern):

@@ -13,6 +13,7 @@ from torch.nn import functional
 from xopt.modules.attention import join_masks, scaled_dot_product_attention
 from xopt.modules.pattern import (
     ADD,
+    DIVIDE,
     MULTIPLY,
     Pattern,
     argument,
@@ -28,7 +29,6 @@ from xopt.modules.pattern import (
 from xopt.ops.fakes import FLOATING
 
 _MATMUL = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
-_DIVIDE = (operator.truediv, torch.div, "div", "__truediv__")
 _VIEWS = (torch.reshape, "view", "reshape")
 _SOFTMAX = (torch.softmax, functional.softmax, "softmax")
 # What einsum calls the two products, whichever letters it uses.
@@ -178,7 +178,7 @@ def _is_mask(mask: Any) -> bool:
 
 
 def _unscaled(node: Node, scale: list[Any]) -> Any:
-    for targets, inverse in ((MULTIPLY, False), (_DIVIDE, True)):
+    for targets, inverse in ((MULTIPLY, False), (DIVIDE, True)):
         found = operands(node, targets)
         if found is None:
             continue

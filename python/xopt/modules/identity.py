@@ -1,0 +1,37 @@
+"""Products with one and quotients by it, where a factor of a configuration is at its default: dropped."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch.fx import Graph, Node
+
+from xopt.graph.record import is_fresh
+from xopt.modules.pattern import DIVIDE, MULTIPLY, Pattern, calls, dtype_of, operands, shape_of
+
+
+class DropFactorsOfOne(Pattern):
+    stage: ClassVar[int] = 0
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for targets, orders in ((MULTIPLY, (1, -1)), (DIVIDE, (1,))):
+            for node in calls(graph, *targets):
+                found = operands(node, targets)
+                for value, factor in () if found is None else (found[::order] for order in orders):
+                    if _is_one(factor) and _is_same(value, node):
+                        node.replace_all_uses_with(value)
+
+
+def _is_one(factor: Any) -> bool:
+    return type(factor) in (int, float) and factor == 1
+
+
+def _is_same(value: Any, node: Node) -> bool:
+    """Not so where the block would return what it was given, or a part of it."""
+    if not isinstance(value, Node) or not shape_of(value):
+        return False
+    if any(user.op == "output" for user in node.users) and not is_fresh(value.target):
+        return False
+    return dtype_of(value) == dtype_of(node) and shape_of(value) == shape_of(node)
