@@ -200,6 +200,38 @@ def conv_calls(
         caller.call(f"conv {where}, add", conv, pixels, packed, vectors[0], vectors[1], result, **options)
 
 
+def recurrent_calls(caller: Caller, batch: int, units: int, features: int, dtype: torch.dtype) -> None:
+    from xopt.modules.packed_parameter import PackedParameter
+
+    x, states = torch.randn(2, batch, features).to(dtype), torch.randn(2, 1, batch, units)
+    sizes = torch.tensor([batch, batch // 2 + 1 if batch > 1 else 1])
+    rows = torch.randn(int(sizes.sum()), features).to(dtype)
+    for cell, gates in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1)):
+        weights = [
+            PackedParameter.pack(torch.randn(gates * units, k), dtype, gates=gates).packed for k in (features, units)
+        ]
+        biases = torch.randn(2, gates * units).to(dtype)
+
+        def recurrent(
+            x: Tensor,
+            weight_ih: Tensor,
+            weight_hh: Tensor,
+            bias_ih: Tensor,
+            bias_hh: Tensor,
+            hidden: Tensor,
+            state: Tensor,
+            sizes: Tensor | None = None,
+            cell: str = cell,
+        ) -> object:
+            operands = [weight_ih, weight_hh, bias_ih, bias_hh]
+            first = state if cell == "lstm" else None
+            return torch.ops.xopt.recurrent(x, operands, hidden, first, sizes, cell=cell, hidden_size=units)
+
+        where = f"{cell} {batch}x{units}x{features} {dtype}"
+        caller.call(f"recurrent {where}", recurrent, x, *weights, *biases, *states)
+        caller.call(f"recurrent {where}, packed", recurrent, rows, *weights, *biases, *states, sizes)
+
+
 def main(mode: str) -> None:
     import xopt  # noqa: F401  (registers the operators)
 
@@ -214,6 +246,7 @@ def main(mode: str) -> None:
         for dtype in FLOATS:
             attention_calls(caller, m, n, k, dtype)
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
+            recurrent_calls(caller, m, n, k, dtype)
             norm_calls(caller, m, n, dtype, FLOATS[index % 3])
     for index, (channels, out, size) in enumerate(((1, 1, 3), (3, 33, 5), (17, 5, 4), (32, 64, 3), (65, 16, 3))):
         for packed_dtype in FLOATS:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xopt import _C
+from xopt.modules.packed_parameter import PackedParameter
 
 Tensor = torch.Tensor
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,6 +32,10 @@ SCHEMAS = {
     'float eps=1.0000000000000001e-05, str activation="none", ScalarType? out_dtype=None) -> Tensor',
     "pool": "pool(Tensor input, str kind, *, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
     "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor",
+    "recurrent": "recurrent(Tensor input, Tensor[] weights, Tensor? hidden=None, Tensor? cell_state=None, "
+    "Tensor? batch_sizes=None, *, str cell, int hidden_size, int proj_size=0, int num_layers=1, bool bias=True, "
+    "bool bidirectional=False, bool batch_first=False, ScalarType? out_dtype=None) "
+    "-> (Tensor out, Tensor last_hidden, Tensor last_cell)",
     "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
     "float? scale_h=None, float? scale_w=None) -> Tensor",
     "conv_transpose": "conv_transpose(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, "
@@ -210,6 +216,25 @@ def samples_group_norm() -> Iterator[Call]:
     yield (x[:0], 1), {}
 
 
+def recurrent_weights(gates: int, dtype: torch.dtype, n: int = N, k: int = K) -> list[Tensor]:
+    """Of one direction of a layer, with biases."""
+    weights = [PackedParameter.pack(random(gates * n, size), dtype, gates=gates).packed for size in (k, n)]
+    return [*weights, random(gates * n), random(gates * n)]
+
+
+def samples_recurrent() -> Iterator[Call]:
+    for dtype, (cell, gates) in itertools.product(FLOATS, (("lstm", 4), ("gru", 3), ("rnn_tanh", 1))):
+        options = {"cell": cell, "hidden_size": N}
+        weights = recurrent_weights(gates, dtype)
+        yield (random(5, 3, K, dtype=dtype), weights), options
+        states = (random(1, 3, N), random(1, 3, N) if cell == "lstm" else None)
+        yield (random(3, 5, K, dtype=dtype), weights, *states), options | {"batch_first": True}
+        both = {"bidirectional": True, "out_dtype": torch.float32}
+        state = random(2, 3, N, dtype=dtype)
+        yield (random(6, K), weights * 2, state, None, torch.tensor([3, 2, 1])), options | both
+        yield (random(4, 0, K), weights), options
+
+
 def samples_upsample() -> Iterator[Call]:
     for dtype, dims in itertools.product(FLOATS, (1, 2, 3)):
         x = random(2, 6, *(6, 7, 5)[:dims], dtype=dtype)
@@ -317,7 +342,7 @@ def test_opcheck(op: str) -> None:
 @pytest.mark.parametrize("op", registered_ops())
 def test_arguments_are_not_changed_and_results_repeat(op: str) -> None:
     for args, kwargs in samples_of(op):
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         before = [tensor.clone() for tensor in tensors]
         results = [getattr(ops, op)(*args, **kwargs) for _ in range(2)]
         first, second = (result if isinstance(result, (tuple, list)) else [result] for result in results)
@@ -475,6 +500,46 @@ BAD_PACK: list[tuple[Callable[[], object], str]] = [
     (lambda: ops.linear_pack_int8(Q, ONE.expand(2)), r"scale: expected shape \[3\], got \[2\]"),
     (lambda: ops.linear_pack_int8(Q, ONE, ONE), "zero_point: expected dtype int32, got float32"),
 ]
+STEPS = random(5, 3, K)
+CELL = {"cell": "lstm", "hidden_size": N}
+WEIGHTS = recurrent_weights(4, torch.float32)
+SIZES = torch.tensor([3, 1])
+BAD_RECURRENT: list[tuple[Callable[[], object], str]] = [
+    (lambda: ops.recurrent(STEPS.double(), WEIGHTS, **CELL), "input: expected dtype .*, got float64"),
+    (lambda: ops.recurrent(X, WEIGHTS, **CELL), r"input: expected three dimensions, got shape \[3, 24\]"),
+    (lambda: ops.recurrent(STEPS[:0], WEIGHTS, **CELL), "input: expected at least one time step, got 0"),
+    (
+        lambda: ops.recurrent(STEPS[..., 1:], WEIGHTS, **CELL),
+        f"input: expected a last dimension of {K}, .* got {K - 1}",
+    ),
+    (lambda: ops.recurrent(STEPS, WEIGHTS[:3], **CELL), "weights: expected 4 tensors, got 3"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, bidirectional=True, **CELL), "weights: expected 8 tensors, got 4"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS[::-1], **CELL), "packed: expected dtype uint8, got float32"),
+    (lambda: ops.recurrent(STEPS, [*WEIGHTS[:3], random(N)], **CELL), r"weights: expected shape \[160\], got \[40\]"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, random(1, 4, N), **CELL), r"hidden: expected shape \[1, 3, 40\], got"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, None, random(3, N), **CELL), r"cell_state: expected shape .* got \[3, 40\]"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, cell="lstms", hidden_size=N), "cell: expected one of lstm, gru, .*'lstms'"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, cell="gru", hidden_size=N), "out_features: expected 256, .* got 192"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, cell="lstm", hidden_size=0), "hidden_size: expected at least 1, got 0"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, num_layers=0, **CELL), "num_layers: expected at least 1, got 0"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, proj_size=-1, **CELL), "proj_size: expected 0, or a positive number .* -1"),
+    (lambda: ops.recurrent(STEPS, WEIGHTS, out_dtype=torch.int8, **CELL), "out_dtype: expected one of .* got int8"),
+    (
+        lambda: ops.recurrent(STEPS, WEIGHTS, None, random(1, 3, N), cell="gru", hidden_size=N),
+        "cell_state: expected None for a cell other than lstm, got a tensor",
+    ),
+    (lambda: ops.recurrent(X, WEIGHTS, None, None, SIZES, **CELL), "hidden: expected a tensor with batch_sizes, got"),
+    (
+        lambda: ops.recurrent(X, WEIGHTS, random(1, 3, N), None, SIZES, **CELL),
+        "batch_sizes: expected a sum of 3, the input's rows, got 4",
+    ),
+    (lambda: ops.recurrent(X, WEIGHTS, random(1, 3, N), None, SIZES - 1, **CELL), "batch_sizes: .* got 0 at step 1"),
+    (lambda: ops.recurrent(X, WEIGHTS, random(1, 3, N), None, SIZES.int(), **CELL), "batch_sizes: .* got int32"),
+    (
+        lambda: ops.recurrent(X, WEIGHTS, random(1, 3, N), None, torch.tensor([1, 2]), **CELL),
+        "batch_sizes: expected positive sizes that never grow .* got 2 at step 1",
+    ),
+]
 
 
 @pytest.mark.sanitize
@@ -490,6 +555,7 @@ BAD_PACK: list[tuple[Callable[[], object], str]] = [
         *BAD_COLUMNS,
         *BAD_PACKED_ROWS,
         *BAD_PACK,
+        *BAD_RECURRENT,
     ],
 )
 def test_bad_argument(call: Callable[[], object], message: str) -> None:
@@ -778,10 +844,8 @@ def test_fakes_tell_what_the_ops_return() -> None:
     for op in registered_ops():
         for args, kwargs in samples_of(op):
             real = getattr(ops, op)(*args, **kwargs)
-            meta = getattr(ops, op)(
-                *(value.to("meta") if isinstance(value, Tensor) else value for value in args),
-                **{name: value.to("meta") if isinstance(value, Tensor) else value for name, value in kwargs.items()},
-            )
+            args, kwargs = tree_map_only(Tensor, lambda value: value.to("meta"), (args, kwargs))
+            meta = getattr(ops, op)(*args, **kwargs)
             reals, metas = (result if isinstance(result, (tuple, list)) else [result] for result in (real, meta))
             for a, b in zip(reals, metas, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), op

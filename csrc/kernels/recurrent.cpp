@@ -24,8 +24,13 @@ Kernel<RecurrentRowsFn> rows_kernel("recurrent_rows", "f32");
 // A GEMM takes other instructions for up to 4 rows, so a job that has few because of the number of threads would have
 // other roundings.
 constexpr int64_t kLeastRowsOfAJob = 8;
-constexpr int64_t kInputRows = 64;           // of one product: fewer would read the input's weight too often
-constexpr int64_t kInputBytes = 512 * 1024;  // or more rows, as long as their sums take no more than this
+constexpr int64_t kInputRows = 64;          // of one product: fewer would read the input's weight too often
+constexpr int64_t kInputBytes = 32 * 1024;  // or more rows, as long as their sums take no more than this
+
+// Sums of the hidden state that gates are to find in L1. Each group copies the hidden state for its product, which
+// vector blocks do for each 8 panels anyway, while with tiles one copy serves all panels of a product.
+constexpr int64_t kGroupBytes = 32 * 1024;
+constexpr int64_t kGroupPanels = 8;
 
 struct Range {
   int64_t begin, end;
@@ -90,6 +95,9 @@ class Worker {
     const int64_t bytes_of_a_row = blocks_of(call.units) * gates_ * kRecurrentBlock * 4;
     const int64_t input_rows = most(kInputRows, kInputBytes / bytes_of_a_row);
     chunk_steps_ = least(most(1, input_rows / rows.size()), call.steps);
+    const int64_t group_bytes = most(kGroupPanels * kPanelColumns * 4 * rows.size(), kGroupBytes);
+    group_blocks_ = most(1, group_bytes / (gates_ * kRecurrentBlock * 4 * rows.size()));
+    if (active_isa() == Isa::amx && hidden_dtype() != DType::f32) group_blocks_ = blocks_.size();
   }
 
   void run() {
@@ -217,33 +225,10 @@ class Worker {
   }
 
   bool run_step(int64_t step, int64_t rows, const float* input_sums) {
-    GemmCall call = product(hidden_weight_, hidden_bias_, hidden_sums_, sums_);
-    read_state(&call, rows, hidden(turn_), hidden_dtype(), states_.hidden_stride);
-    call_.product(call);
-
     void* out = at(out_, call_.out_dtype, out_offset(step));
-    RecurrentGatesCall gates{};
-    gates.cell = call_.cell;
-    gates.rows = rows;
-    gates.units = units_;
-    gates.input_sums = input_sums;
-    gates.hidden_sums = hidden_sums_;
-    gates.sums_stride = sums_;
-    gates.state = state_;
-    gates.state_stride = state_stride_;
-    if (call_.projected) {
-      gates.hidden_dtype = direction_.projection.dtype;
-      gates.hidden = at(unprojected(), gates.hidden_dtype, first_unit());
-      gates.hidden_stride = states_.unprojected_stride;
-    } else {
-      gates.hidden_dtype = hidden_dtype();
-      gates.hidden = at(hidden(turn_ ^ 1), gates.hidden_dtype, first_unit());
-      gates.hidden_stride = states_.hidden_stride;
-      gates.out = at(out, call_.out_dtype, first_unit());
-      gates.out_dtype = call_.out_dtype;
-      gates.out_stride = call_.out_row_stride;
+    for (int64_t block = 0; block < blocks_.size(); block += group_blocks_) {
+      run_group({block, least(block + group_blocks_, blocks_.size())}, rows, input_sums, out);
     }
-    gates_kernel(gates);
     if (!barrier_->wait(members_)) return false;
     if (call_.projected) {
       project(rows, out);
@@ -251,6 +236,42 @@ class Worker {
     }
     turn_ ^= 1;
     return true;
+  }
+
+  // A step of some of these blocks.
+  void run_group(Range blocks, int64_t rows, const float* input_sums, void* out) const {
+    const int64_t sums_of_a_block = gates_ * kRecurrentBlock;
+    const int64_t first = blocks.begin * sums_of_a_block, count = blocks.size() * sums_of_a_block;
+    ColumnVector bias = hidden_bias_;
+    if (bias.data != nullptr) bias.data = static_cast<const float*>(bias.data) + first;
+    GemmCall call = product(hidden_weight_.columns(first, count), bias, hidden_sums_, count);
+    read_state(&call, rows, hidden(turn_), hidden_dtype(), states_.hidden_stride);
+    call_.product(call);
+
+    const int64_t unit = blocks.begin * kRecurrentBlock;
+    RecurrentGatesCall gates{};
+    gates.cell = call_.cell;
+    gates.rows = rows;
+    gates.units = least(blocks.end * kRecurrentBlock, units_) - unit;
+    gates.input_sums = input_sums + first;
+    gates.input_sums_stride = sums_;
+    gates.hidden_sums = hidden_sums_;
+    gates.hidden_sums_stride = count;
+    gates.state = state_ + unit;
+    gates.state_stride = state_stride_;
+    if (call_.projected) {
+      gates.hidden_dtype = direction_.projection.dtype;
+      gates.hidden = at(unprojected(), gates.hidden_dtype, first_unit() + unit);
+      gates.hidden_stride = states_.unprojected_stride;
+    } else {
+      gates.hidden_dtype = hidden_dtype();
+      gates.hidden = at(hidden(turn_ ^ 1), gates.hidden_dtype, first_unit() + unit);
+      gates.hidden_stride = states_.hidden_stride;
+      gates.out = at(out, call_.out_dtype, first_unit() + unit);
+      gates.out_dtype = call_.out_dtype;
+      gates.out_stride = call_.out_row_stride;
+    }
+    gates_kernel(gates);
   }
 
   uint8_t* unprojected() const {
@@ -299,7 +320,7 @@ class Worker {
   const int64_t units_, sums_;  // units of these blocks, and their sums a row
   const PackedWeight hidden_weight_, input_weight_;
   void* const out_;
-  int64_t chunk_steps_;
+  int64_t chunk_steps_, group_blocks_;
   int turn_ = 0;
 
   float *state_ = nullptr, *input_sums_ = nullptr, *hidden_sums_ = nullptr;

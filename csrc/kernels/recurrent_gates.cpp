@@ -10,30 +10,90 @@
 namespace xopt::XOPT_ISA {
 namespace {
 
-// A vector's units of one row: both sums of each gate, and what they become.
+// A block's units of one row. Each function goes through all of its vectors step by step: one vector after the other
+// would wait for each step of an exp, and gates make up a quarter of a small layer's time.
+constexpr int64_t kVectors = kRecurrentBlock / kWidth;
+struct Units {
+  F of[kVectors];
+
+  static XOPT_INLINE Units load(const float* from) {
+    return each([=](int64_t v) { return XOPT_ISA::load(from + v * kWidth); });
+  }
+  XOPT_INLINE void store(float* to) const {
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < kVectors; ++v) XOPT_ISA::store(to + v * kWidth, of[v]);
+  }
+  template <class Function>
+  static XOPT_INLINE Units each(const Function& function) {
+    Units units;
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < kVectors; ++v) units.of[v] = function(v);
+    return units;
+  }
+};
+
+// A sigmoid within 1e-6 everywhere, and NaN where that is.
+XOPT_INLINE Units gate(const Units& x) {
+  constexpr float kFarthest = 40.0F;
+  Units e =
+      Units::each([&](int64_t v) { return min(set1(kFarthest), max(set1(-kFarthest), sub(set1(0.0F), x.of[v]))); });
+  exp_inside(e.of);
+  return Units::each([&](int64_t v) { return reciprocal(add(set1(1.0F), e.of[v])); });
+}
+
+// tanh likewise.
+XOPT_INLINE Units squash(const Units& x) {
+  constexpr float kFarthest = -80.0F;
+  Units e = Units::each([&](int64_t v) { return max(set1(kFarthest), mul(abs(x.of[v]), set1(-2.0F))); });
+  exp_inside(e.of);
+  return Units::each([&](int64_t v) {
+    const F large = mul(sub(set1(1.0F), e.of[v]), reciprocal(add(set1(1.0F), e.of[v]))), magnitude = abs(x.of[v]);
+    return copy_sign(select_less(magnitude, set1(0.25F), small_tanh(magnitude), large), x.of[v]);
+  });
+}
+
+// Both sums of each gate.
 struct Sums {
   const float *input, *hidden;
 
-  XOPT_INLINE F of_input(int64_t gate) const { return load(input + gate * kRecurrentBlock); }
-  XOPT_INLINE F of_hidden(int64_t gate) const { return load(hidden + gate * kRecurrentBlock); }
-  XOPT_INLINE F both(int64_t gate) const { return add(of_input(gate), of_hidden(gate)); }
+  XOPT_INLINE Units of_input(int64_t gate) const { return Units::load(input + gate * kRecurrentBlock); }
+  XOPT_INLINE Units of_hidden(int64_t gate) const { return Units::load(hidden + gate * kRecurrentBlock); }
+  XOPT_INLINE Units both(int64_t gate) const {
+    const Units one = of_input(gate), other = of_hidden(gate);
+    return Units::each([&](int64_t v) { return add(one.of[v], other.of[v]); });
+  }
 };
 
 template <RecurrentCell C>
-XOPT_INLINE F next_hidden(const Sums& sums, [[maybe_unused]] float* state) {
+XOPT_INLINE Units next_hidden(const Sums& sums, [[maybe_unused]] float* state) {
   if constexpr (C == RecurrentCell::lstm) {
-    const F kept = mul(sigmoid(sums.both(1)), load(state));
-    const F cell = fma(sigmoid(sums.both(0)), tanh(sums.both(2)), kept);
-    store(state, cell);
-    return mul(sigmoid(sums.both(3)), tanh(cell));
+    const Units enter = gate(sums.both(0)), forget = gate(sums.both(1)), fresh = squash(sums.both(2));
+    const Units leave = gate(sums.both(3)), before = Units::load(state);
+    const Units cell =
+        Units::each([&](int64_t v) { return fma(enter.of[v], fresh.of[v], mul(forget.of[v], before.of[v])); });
+    cell.store(state);
+    const Units seen = squash(cell);
+    return Units::each([&](int64_t v) { return mul(leave.of[v], seen.of[v]); });
   } else if constexpr (C == RecurrentCell::gru) {
-    const F fresh = tanh(fma(sigmoid(sums.both(0)), sums.of_hidden(2), sums.of_input(2)));
-    const F hidden = fma(sigmoid(sums.both(1)), sub(load(state), fresh), fresh);
-    store(state, hidden);
+    const Units reset = gate(sums.both(0)), update = gate(sums.both(1)), before = Units::load(state);
+    const Units of_input = sums.of_input(2), of_hidden = sums.of_hidden(2);
+    const Units fresh =
+        squash(Units::each([&](int64_t v) { return fma(reset.of[v], of_hidden.of[v], of_input.of[v]); }));
+    const Units hidden =
+        Units::each([&](int64_t v) { return fma(update.of[v], sub(before.of[v], fresh.of[v]), fresh.of[v]); });
+    hidden.store(state);
     return hidden;
+  } else if constexpr (C == RecurrentCell::rnn_tanh) {
+    return squash(sums.both(0));
   } else {
-    return activate<C == RecurrentCell::rnn_tanh ? Activation::tanh : Activation::relu>(sums.both(0), set1(0.0F),
-                                                                                        set1(0.0F));
+    const Units x = sums.both(0);
+    return Units::each([&](int64_t v) { return max(set1(0.0F), x.of[v]); });
+  }
+}
+
+void store_units(const Units& units, void* to, DType dtype, int64_t index, int64_t count) {
+  for (int64_t v = 0; v < kVectors && v * kWidth < count; ++v) {
+    store_any(to, dtype, index + v * kWidth, units.of[v], count - v * kWidth);
   }
 }
 
@@ -41,14 +101,14 @@ template <RecurrentCell C>
 void step(const RecurrentGatesCall& call) {
   constexpr int64_t kGates = recurrent_gate_count(C);
   for (int64_t row = 0; row < call.rows; ++row) {
-    for (int64_t unit = 0; unit < call.units; unit += kWidth) {
-      const int64_t in_block = unit % kRecurrentBlock;
-      const int64_t at = row * call.sums_stride + (unit - in_block) * kGates + in_block;
+    const float* input = call.input_sums + row * call.input_sums_stride;
+    const float* hidden = call.hidden_sums + row * call.hidden_sums_stride;
+    for (int64_t unit = 0; unit < call.units; unit += kRecurrentBlock) {
       float* state = call.state == nullptr ? nullptr : call.state + row * call.state_stride + unit;
-      const F hidden = next_hidden<C>({call.input_sums + at, call.hidden_sums + at}, state);
+      const Units units = next_hidden<C>({input + unit * kGates, hidden + unit * kGates}, state);
       const int64_t count = call.units - unit;
-      store_any(call.hidden, call.hidden_dtype, row * call.hidden_stride + unit, hidden, count);
-      if (call.out != nullptr) store_any(call.out, call.out_dtype, row * call.out_stride + unit, hidden, count);
+      store_units(units, call.hidden, call.hidden_dtype, row * call.hidden_stride + unit, count);
+      if (call.out != nullptr) store_units(units, call.out, call.out_dtype, row * call.out_stride + unit, count);
     }
   }
 }

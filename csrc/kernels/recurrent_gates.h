@@ -22,7 +22,7 @@ struct RecurrentGatesCall {
   RecurrentCell cell;
   int64_t rows, units;
   const float *input_sums, *hidden_sums;  // of the input and of the last hidden state, biases included
-  int64_t sums_stride;
+  int64_t input_sums_stride, hidden_sums_stride;
   float* state;  // LSTM: the cell, GRU: the hidden state, as floats and padded to whole blocks; else nullptr
   int64_t state_stride;
   void* hidden;  // what the next product reads

@@ -139,11 +139,14 @@ void read_state(const char* name, const Shape& shape, int64_t features, Tensor* 
   if (!contiguous) *state = state->contiguous_copy();
 }
 
-DType state_dtype(const Tensor& state) { return state ? *dtype_from_torch(state.dtype_code()) : DType::f32; }
+// Of a tensor that was checked, or f32 where there is none.
+DType dtype_of(const Tensor& tensor) {
+  return tensor ? dtype_from_torch(tensor.dtype_code()).value_or(DType::f32) : DType::f32;
+}
 
 const void* part_of(const Tensor& state, int64_t index, int64_t elements) {
   if (!state) return nullptr;
-  return static_cast<const uint8_t*>(state.data()) + index * elements * dtype_size(state_dtype(state));
+  return static_cast<const uint8_t*>(state.data()) + index * elements * dtype_size(dtype_of(state));
 }
 
 int64_t tensors_of_a_direction(const RecurrentArguments& arguments, const Shape& shape) {
@@ -182,7 +185,7 @@ struct LayerInput {
 LayerInput first_input(Tensor* input, const Shape& shape) {
   const int64_t last = input->dims() - 1;
   if (input->size(last) > 1 && input->stride(last) != 1) *input = input->contiguous_copy();
-  const DType dtype = *dtype_from_torch(input->dtype_code());
+  const DType dtype = dtype_of(*input);
   if (shape.packed) return {input->data(), dtype, input->size(last), input->stride(0), 0};
   return {input->data(), dtype, input->size(last), input->stride(shape.batch_dim), input->stride(1 - shape.batch_dim)};
 }
@@ -210,9 +213,9 @@ std::vector<RecurrentDirection> read_directions(RecurrentArguments* arguments, c
   std::vector<RecurrentDirection> directions;
   for (int64_t index = layer * shape.directions; index < (layer + 1) * shape.directions; ++index) {
     RecurrentDirection direction = read_direction(arguments, shape, index, in_features);
-    direction.first_hidden_dtype = state_dtype(arguments->hidden);
+    direction.first_hidden_dtype = dtype_of(arguments->hidden);
     direction.first_hidden = part_of(arguments->hidden, index, hidden);
-    direction.first_cell_dtype = state_dtype(arguments->cell_state);
+    direction.first_cell_dtype = dtype_of(arguments->cell_state);
     direction.first_cell = part_of(arguments->cell_state, index, cell);
     direction.last_hidden = static_cast<uint8_t*>(results.hidden.mutable_data()) + index * hidden * size;
     if (shape.cell == RecurrentCell::lstm) {

@@ -29,7 +29,7 @@ class Barrier {
 
  private:
   // The others are a microsecond behind, unless the machine has fewer free cores than threads: then they need this one.
-  static constexpr int kSpins = 4000;
+  static constexpr int kSpins = 500;
 
   void wait_while(unsigned phase) const {
     int spins = 0;

@@ -17,6 +17,8 @@ XOPT_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
 XOPT_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 XOPT_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 XOPT_INLINE F div(F a, F b) { return _mm256_div_ps(a, b); }
+// 1 / a, for a and the result normal.
+XOPT_INLINE F reciprocal(F a) { return div(set1(1.0F), a); }
 XOPT_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 // The second operand if either is NaN. Clamps keep NaN by passing the value second.
 XOPT_INLINE F min(F a, F b) { return _mm256_min_ps(a, b); }

@@ -28,6 +28,8 @@ XOPT_INLINE F add(F a, F b) { return a + b; }
 XOPT_INLINE F sub(F a, F b) { return a - b; }
 XOPT_INLINE F mul(F a, F b) { return a * b; }
 XOPT_INLINE F div(F a, F b) { return a / b; }
+// 1 / a, for a and the result normal.
+XOPT_INLINE F reciprocal(F a) { return div(set1(1.0F), a); }
 XOPT_INLINE F fma(F a, F b, F c) { return a * b + c; }
 // As x86 has it: the second operand if either is NaN. Clamps keep NaN by passing the value second.
 XOPT_INLINE F min(F a, F b) { return a < b ? a : b; }

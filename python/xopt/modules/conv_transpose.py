@@ -16,7 +16,8 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
-from xopt.modules.base import Context, Replacement, own_forward, result_dtype
+from xopt.modules.base import Context, Replacement, derive, own_forward, result_dtype
+from xopt.modules.computed_weight import weight_of
 from xopt.modules.conv import keeps_channels_last, pack_convolution
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Taps
@@ -49,7 +50,7 @@ class PackedConvTranspose(Replacement, PackedState, _ConvTransposeNd):
 
     @classmethod
     def replace(cls, module: _ConvTransposeNd, context: Context) -> str:
-        return pack_convolution(cls, module, context, _taps(module))
+        return pack_convolution(module, context, _taps(module), derive(cls, type(module)))
 
     def forward(self, input: Any, output_size: Any = None) -> torch.Tensor:
         dims = len(self.kernel_size)
@@ -79,7 +80,7 @@ def _taps(module: Any) -> Taps:
 
 def has_packed_taps(module: Any, output_padding: Sequence[int]) -> bool:
     """Whether the weight is packed, for what the module's attributes say now, and for as many outputs."""
-    weight = module._parameters["weight"]
+    weight = weight_of(module)
     taps = weight.place.taps if type(weight) is PackedParameter else None
     if taps is None or taps.stride != module.stride or taps.dilation != module.dilation:
         return False
@@ -98,7 +99,7 @@ def run(
     **options: Any,
 ) -> torch.Tensor:
     """The operator with a module's packed weight and geometry."""
-    weight: PackedParameter = module._parameters["weight"]
+    weight: PackedParameter = weight_of(module)
     if input.dim() == weight.dim() - 1:  # a single image
         other = None if other is None else other.unsqueeze(0)
         options |= {"scale": scale, "other": other}

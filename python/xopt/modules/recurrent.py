@@ -24,8 +24,9 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.packed_parameter import PackedParameter
-from xopt.modules.packed_state import FLOATING, PackedState
+from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
+from xopt.ops.fakes import FLOATING
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _recurrent = torch.ops.xopt.recurrent.default
@@ -123,8 +124,11 @@ def can_compute(module: Any, tensors: tuple[Any, ...]) -> bool:
     return not any(each.requires_grad for each in (*tensors, *biases))
 
 
-def output_dtype(cell: str, tensors: tuple[Tensor, ...], *, of_a_cell: bool = False) -> torch.dtype:
-    """Under autocast torch computes some of these in its dtype as a whole, and of others only the products."""
+def output_dtype(cell: str, tensors: tuple[Tensor, ...], *, of_a_cell: bool = False) -> torch.dtype | None:
+    """Under autocast torch computes some of these in its dtype as a whole, and of others only the products. None: the
+    input's."""
+    if not torch.is_autocast_enabled("cpu"):
+        return None
     if cell == "gru" or (cell == "lstm" and of_a_cell):
         dtype = tensors[0].dtype
         for tensor in tensors[1:]:

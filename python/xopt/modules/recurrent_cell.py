@@ -39,19 +39,24 @@ def recurrent_cell(module: Cell, input: Tensor, hx: Any = None) -> Any:
         or any(tuple(state.shape) != expected for state in states)
     ):
         return module.source.forward(module.plain_module(input.dtype), input, hx)
-    rows = (1, -1)
-    _, *results = _recurrent(
-        input.reshape(*rows, module.input_size),
+    leading = 3 - input.dim()  # a step of one sequence, or of several
+    x, *states_before = (_with_leading(tensor, leading) for tensor in (input, *states))
+    _, hidden, cell_state = _recurrent(
+        x,
         operands(module),
-        *(*(state.reshape(*rows, module.hidden_size) for state in states), None, None)[:2],
+        *(*states_before, None, None)[:2],
         cell=cell,
         hidden_size=module.hidden_size,
         bias=module.bias,
         out_dtype=output_dtype(cell, (input, *states), of_a_cell=True),
     )
-    if cell == "lstm":
-        return tuple(result.reshape(expected) for result in results)
-    return results[0].reshape(expected)
+    results = (hidden, cell_state) if cell == "lstm" else (hidden,)
+    results = tuple(result[0] if leading == 1 else result[0, 0] for result in results)
+    return results if cell == "lstm" else results[0]
+
+
+def _with_leading(tensor: Tensor, dims: int) -> Tensor:
+    return tensor.unsqueeze(0) if dims == 1 else tensor[None, None]
 
 
 class PackedLSTMCell(Cell, Replacement, nn.LSTMCell):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
-from xopt.ops.linear import check_packed, packed_bytes
+from xopt.ops.linear import check_packed, fitting_itemsizes, packed_bytes
 
 _PANEL = 32
 
@@ -85,3 +87,30 @@ def _conv(
     ]
     memory = input.new_empty((input.shape[0], *spatial, weight_size[0]), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
+
+
+@cost_of("conv", category="conv", kernel="conv")
+def _conv_work(
+    input: Shape,
+    packed: Shape,
+    weight_size: Shape,
+    bias: Shape | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+    **options: object,
+) -> Work:
+    out = [
+        (size + before + after - step * (kernel - 1) - 1) // stride_of + 1
+        for size, kernel, stride_of, before, after, step in zip(
+            input[2:], weight_size[2:], stride, padding[::2], padding[1::2], dilation, strict=True
+        )
+    ]
+    size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[0]}"
+    depthwise = weight_size[1] == 1 and weight_size[0] == input[1]
+    flop = 2 * input[0] * math.prod(out) * math.prod(weight_size)
+    columns, terms = _matrix("conv", "weight_size", weight_size, groups)
+    itemsizes = fitting_itemsizes(packed, int(columns), int(terms))
+    return Work(size, flop, kernel="conv_depthwise" if depthwise else "", itemsizes=itemsizes)
