@@ -111,6 +111,6 @@ def _conv_work(
     size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[0]}"
     depthwise = weight_size[1] == 1 and weight_size[0] == input[1]
     flop = 2 * input[0] * math.prod(out) * math.prod(weight_size)
-    columns, terms = _matrix("conv", "weight_size", weight_size, groups)
+    columns, terms = matrix_of("conv", "weight_size", weight_size, groups)
     itemsizes = fitting_itemsizes(packed, int(columns), int(terms))
     return Work(size, flop, kernel="conv_depthwise" if depthwise else "", itemsizes=itemsizes)
