@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from xopt.ops.conv import matrix_of
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
 from xopt.ops.linear import check_packed, packed_bytes
 
@@ -94,3 +95,17 @@ def _conv_transpose(
     ]
     memory = input.new_empty((input.shape[0], *spatial, weight_size[1] * groups), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
+
+
+@cost_of("conv_transpose", category="conv", kernel="conv")
+def _conv_transpose_work(
+    input: Shape,
+    packed: Shape,
+    weight_size: Shape,
+    bias: Shape | None = None,
+    *,
+    stride: Sequence[int],
+    **options: object,
+) -> Work:
+    size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} transposed"
+    return Work(size, 2 * math.prod(input) * math.prod(weight_size[1:]))  # each input meets each tap
