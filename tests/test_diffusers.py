@@ -75,3 +75,23 @@ def test_as_exact_as_torch_and_fused(name: str, dtype: torch.dtype) -> None:
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
     return float((result.double() - exact).norm() / exact.norm())
+
+
+def test_images_keep_their_layout_through_a_unet() -> None:
+    """Its transformers make tokens of an image and a contiguous image of them again."""
+    model, inputs = xopt.optimize(unet().eval()), [torch.randn(2, 4, 16, 16), torch.randn(2, 7, 32)]
+    seen: dict[str, bool] = {}
+    with torch.no_grad():
+        run(model, inputs)
+        for name, module in model.named_modules():
+            if name.endswith(("resnets.1", "attentions.0", "upsamplers.0", "downsamplers.0")):
+
+                def look(_: Any, __: Any, result: Any, name: str = name) -> None:
+                    image = result[0] if isinstance(result, tuple) else result
+                    seen[name] = image.is_contiguous(memory_format=torch.channels_last)
+
+                module.register_forward_hook(look)
+        result = run(model, inputs)
+    assert len(seen) >= 5
+    assert all(seen.values()), seen
+    assert result.is_contiguous()

@@ -10,20 +10,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.fx import Graph
 
 from xopt.modules.containers import map_tensors
 from xopt.modules.conv import PackedConv, computes_channels_last
 from xopt.modules.conv_transpose import PackedConvTranspose
+from xopt.modules.pattern import Pattern, allow_copies, argument, calls, is_call, shape_of
 from xopt.ops.fakes import FLOATING
 
 _log = logging.getLogger("xopt")
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _VIEW_ERROR = "view size is not compatible"
+
+
+class KeepChannelsLast(Pattern):
+    """Tokens that become an image again (`x.reshape(n, h, w, c).permute(0, 3, 1, 2).contiguous()`) lie as convolutions
+    want them, before they are made contiguous."""
+
+    stage: ClassVar[int] = 0
+    switch: ClassVar[str] = "conv_prepack"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, "contiguous"):
+            image: Any = node.args[0]
+            if len(node.args) == 1 and not node.kwargs and _has_channels_last(image):
+                node.replace_all_uses_with(image)
+                graph.erase_node(node)
+                allow_copies(image)
+
+
+def _has_channels_last(image: Any) -> bool:
+    dims = len(shape_of(image))
+    if dims not in _FORMATS or not is_call(image, "permute", torch.permute):
+        return False
+    order = image.args[1:] if len(image.args) > 2 else argument(image, 1, "dims")
+    return tuple(each % dims for each in order if isinstance(each, int)) == (0, dims - 1, *range(1, dims - 1))
 
 
 def image_dims(module: nn.Module) -> frozenset[int]:

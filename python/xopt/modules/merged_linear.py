@@ -12,7 +12,7 @@ from xopt.graph.record import EXAMPLE
 from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
-from xopt.modules.pattern import Pattern, calls, dtype_of, step
+from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
 
 _linear = torch.ops.xopt.linear.default
 
@@ -52,16 +52,9 @@ def _merge(graph: Graph, input: Node, nodes: list[Node]) -> None:
             part = graph.call_function(operator.getitem, (together, place))
             part.meta.update(node.meta)
             node.replace_all_uses_with(part)
-            _allow_copies(part)
+            allow_copies(part)
     for node in nodes:
         graph.erase_node(node)
-
-
-def _allow_copies(part: Node) -> None:
-    """A part lies between the others, so `view`, which never copies, may fail where it did not before."""
-    for user in part.users:
-        if user.op == "call_method" and user.target == "view":
-            user.target = "reshape"
 
 
 @step("merged linear")

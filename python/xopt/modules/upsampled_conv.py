@@ -16,6 +16,7 @@ from torch.fx import Graph
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.base import result_dtype
+from xopt.modules.computed_weight import weight_of
 from xopt.modules.conv import PackedConv, conv, has_packed_weight
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter
@@ -67,7 +68,7 @@ def _fits(module: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
     ones = (1,) * len(module.kernel_size)
     alike = module.stride == module.padding == module.dilation == ones and module.kernel_size == (3,) * len(ones)
     plain = module.groups == 1 and module.padding_mode == "zeros"
-    return alike and plain and has_packed_weight(module) and module.weight.dtype in dtypes
+    return alike and plain and has_packed_weight(module) and weight_of(module).dtype in dtypes
 
 
 class _Sums:
@@ -96,7 +97,7 @@ class _Sums:
 
 
 def _sums_of(module: PackedConv) -> _Sums:
-    weight: Any = module._parameters["weight"]
+    weight = weight_of(module)
     sums: _Sums | None = module.__dict__.get(_SUMS)
     if sums is None or not sums.hold(weight):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -120,7 +121,7 @@ def upsampled_conv(
     shape = (*input.shape[:1], module.out_channels, *(2 * size for size in input.shape[2:]))
     fits = dims == len(module.kernel_size) and input.stride(1) == 1 and (other is None or other.shape == shape)
     # Nobody counts the changes of an inference tensor.
-    weight: Any = module._parameters["weight"]
+    weight = weight_of(module)
     packed = has_packed_weight(module) and not weight.place.packed.is_inference()
     if not fits or not packed or is_for_torch(input, bias):
         image = interpolate(input, scale_factor=2.0)
