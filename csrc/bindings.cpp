@@ -21,6 +21,7 @@
 #include "runtime/cpu.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
+#include "runtime/trace.h"
 
 namespace py = pybind11;
 
@@ -188,6 +189,26 @@ void bind_threads(py::module_& m) {
       "(thread id, CPUs that it may run on) of each thread of this thread's OpenMP team.");
 }
 
+// ---- Traces, for the profiler ---------------------------------------------------------------------------------------
+
+py::list trace_entries() {
+  std::vector<TraceEntry> entries(trace_size());
+  entries.resize(read_trace(0, entries.data(), entries.size()));
+  py::list rows;
+  for (const TraceEntry& entry : entries) {
+    rows.append(py::make_tuple(entry.start, entry.end, entry.busy, entry.caller, entry.threads, entry.name));
+  }
+  return rows;
+}
+
+void bind_trace(py::module_& m) {
+  m.def("start_trace", &start_trace, "Forgets earlier entries, and notes regions and names from now on.");
+  m.def("stop_trace", &stop_trace);
+  m.def("trace_dropped", &trace_dropped, "Entries that there was no room for.");
+  m.def("trace_entries", &trace_entries,
+        "(start, end, busy, caller, threads, name) of each region, and with 0 threads of each name; times in ns.");
+}
+
 // ---- xopt._C.testing: the runtime's parts on their own -----------------------------------------------------------
 
 // Which (thread, count) each body saw, in the order of the threads.
@@ -264,6 +285,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("probe", &probe, py::arg("kind"), py::arg("threads"), py::arg("repeats"),
         "Measures a roof, of kind f32, bf16, int8 or read: (seconds, operations or bytes in them, instruction).");
   bind_threads(m);
+  bind_trace(m);
   m.def("set_arena_limit", &set_arena_limit, py::arg("bytes"),
         "For tests: scratch memory a thread may have in use; negative for no limit.");
   m.def("arena_bytes", &arena_bytes, "Bytes that all scratch arenas hold.");

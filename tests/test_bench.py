@@ -20,10 +20,10 @@ from xopt.bench import cli, conv_peers, kernels, peers, plot, report, results, s
 from xopt.bench.errors import UnavailableError, WrongResultError
 from xopt.bench.problem import EPILOGUES, Problem, check_result, in_bf16, make_problem, make_weight
 from xopt.bench.results import Case, Finding, Ratio
-from xopt.bench.roofs import KINDS, Roof, Roofs, higher_of
 from xopt.bench.rotation import LARGEST_SET, Caches, Rotation, outputs_kept_mapped, plan_rotation
 from xopt.bench.shapes import Shape, parse_shape
 from xopt.bench.turns import Timing
+from xopt.roofs import KINDS, Roof, Roofs, higher_of
 
 MIB = 1 << 20
 ROOFS = Roofs(

@@ -73,6 +73,22 @@ class Gated(nn.Module):
         return self.down(self.activation(self.gate(y)) * self.up(y)) + x  # type: ignore[no-any-return]
 
 
+class Halves(nn.Module):
+    """GEGLU as diffusers has it, or SwiGLU out of one weight."""
+
+    def __init__(self, gate_first: bool = False) -> None:
+        super().__init__()
+        self.gate_first = gate_first
+        self.proj, self.down = nn.Linear(64, 176), nn.Linear(88, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_first:
+            gate, hidden = torch.split(self.proj(x), 88, dim=-1)
+            return self.down(functional.silu(gate) * hidden) + x  # type: ignore[no-any-return]
+        hidden, gate = self.proj(x).chunk(2, dim=-1)
+        return self.down(hidden * functional.gelu(gate)) + x  # type: ignore[no-any-return]
+
+
 class Attention(nn.Module):
     def __init__(self, causal: bool = False) -> None:
         super().__init__()
@@ -84,6 +100,31 @@ class Attention(nn.Module):
         q, k, v = (layer(x).view(batch, length, 4, 16).transpose(1, 2) for layer in (self.query, self.key, self.value))
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, 64))  # type: ignore[no-any-return]
+
+
+class Positions(nn.Module):
+    """What it adds is made of a buffer alone, by layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(-1, 1, 14).reshape(7, 2))
+        self.mlp = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 64))
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.mlp(self.table)
+        assert isinstance(table, Tensor)
+        return functional.relu(self.linear(x)) + table.amax(0)
+
+
+class Highest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.linear(x))
+        return y.max(dim=-1).values + torch.topk(y, 2)[0].sum(-1)
 
 
 def gelu_of_gpt2(x: Tensor) -> Tensor:
@@ -101,9 +142,13 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "post-norm": (PostNorm, ["linear+gelu_erf", "linear+add+layer_norm"]),
     "gated": (Gated, ["rms_norm", "gated linear (silu)", "linear+add"]),
     "gated, written out": (lambda: Gated(gelu_of_gpt2), ["rms_norm", "gated linear (gelu_tanh)", "linear+add"]),
+    "halves": (Halves, ["gated halves (gelu_erf)", "linear+add"]),
+    "halves, gate first": (lambda: Halves(True), ["gated halves (silu)", "linear+add"]),
     "rms_norm": (WrittenOutRmsNorm, ["rms_norm"]),
     "rms_norm with offset": (lambda: WrittenOutRmsNorm(1.0), ["rms_norm"]),
     "attention": (Attention, ["merged linear", "attention"]),
+    "positions": (Positions, ["linear+relu"]),
+    "named results": (Highest, ["linear+relu"]),
     "causal attention": (lambda: Attention(True), ["merged linear", "attention"]),
 }
 
@@ -432,7 +477,7 @@ def test_containers_of_numbers_are_looked_at() -> None:
 
 
 def test_gradients_with_respect_to_inputs() -> None:
-    for name in ("pre-norm", "post-norm", "gated", "attention"):
+    for name in ("pre-norm", "post-norm", "gated", "halves", "attention"):
         source = FUSED[name][0]().eval()
         optimized = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32, sample_input=X)
         x = X.clone().requires_grad_()
@@ -441,7 +486,7 @@ def test_gradients_with_respect_to_inputs() -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gated", "attention", "post-norm"])
+@pytest.mark.parametrize("name", ["gated", "halves", "halves, gate first", "attention", "post-norm"])
 def test_copies_and_keys_after_weights_were_packed_together(name: str) -> None:
     source = nn.Sequential(FUSED[name][0]()).eval()
     optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)
@@ -463,7 +508,7 @@ def packed_bytes(model: nn.Module) -> int:
     return sum(packed.values())
 
 
-@pytest.mark.parametrize("name", ["gated", "attention"])
+@pytest.mark.parametrize("name", ["gated", "halves", "attention"])
 def test_weights_packed_together_are_held_once(name: str) -> None:
     source = nn.Sequential(FUSED[name][0]()).eval()
     optimized = xopt.optimize(source, dtype=torch.float32)

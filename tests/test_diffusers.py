@@ -35,7 +35,11 @@ def vae() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], tuple[tuple[int, ...], ...], set[str]]] = {
-    "unet": (unet, ((2, 4, 16, 16), (2, 7, 32)), {"attention", "merged linear", "group_norm+silu", "conv+add"}),
+    "unet": (
+        unet,
+        ((2, 4, 16, 16), (2, 7, 32)),
+        {"attention", "merged linear", "group_norm+silu", "conv+add", "gated halves (gelu_erf)"},
+    ),
     "vae": (vae, ((1, 3, 32, 32),), {"attention", "group_norm+silu", "conv+add"}),
 }
 
@@ -65,7 +69,8 @@ def test_as_exact_as_torch_and_fused(name: str, dtype: torch.dtype) -> None:
     report = xopt.report(optimized)
     assert report.optimized_linear_share >= 0.95
     assert report.optimized_conv_share >= 0.95
-    assert expected <= {step for fusion in report.fusions for step in fusion.fused}
+    upsampled = "upsample+conv" if dtype == torch.float32 else "upsample"
+    assert expected | {upsampled} <= {step for fusion in report.fusions for step in fusion.fused}
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:

@@ -14,14 +14,18 @@ SMALL = {
     "lstm_tagger.py": ["--size", "tiny", "--words", "9", "--rounds", "1"],
     "multi_instance.py": ["--size", "tiny", "--tokens", "16", "--seconds", "0.1"],
     "multi_stream.py": ["--size", "32", "--batch", "3", "--rounds", "1"],
+    "resnet50_bf16.py": ["--size", "tiny", "--batch", "2", "--rounds", "1"],
+    "profile_model.py": ["--size", "tiny", "--steps", "2"],
     "resnet50_fp32.py": ["--size", "tiny", "--rounds", "1"],
+    "stable_diffusion_unet.py": ["--size", "tiny", "--steps", "2"],
 }
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_runs(example: pathlib.Path) -> None:
-    if "transformers" in example.read_text():
-        pytest.importorskip("transformers")
+    for library in ("transformers", "diffusers"):
+        if library in example.read_text():
+            pytest.importorskip(library)
     command = [sys.executable, str(example), *SMALL.get(example.name, [])]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr

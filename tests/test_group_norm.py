@@ -164,3 +164,58 @@ def test_block_of_a_unet(dtype: torch.dtype) -> None:
     assert result.is_contiguous()
     (fusion,) = xopt.report(model).fusions
     assert fusion.fused == ("group_norm+silu", "group_norm+silu", "conv+add")
+
+
+class Stylized(nn.Module):
+    """As in networks that transfer a style."""
+
+    def __init__(self, norm: type[nn.Module], conv: type[nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = conv(3, 20, 3, padding=1), conv(20, 20, 3, padding=1)
+        self.norm1, self.norm2 = norm(20, **options), norm(20, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.norm1(self.conv1(x)))
+        return functional.leaky_relu(self.norm2(self.conv2(y))) + y
+
+
+INSTANCE_NORMS: dict[str, tuple[Any, Any, tuple[int, ...], dict[str, Any]]] = {
+    "1d": (nn.InstanceNorm1d, nn.Conv1d, (2, 3, 40), {"affine": True}),
+    "2d": (nn.InstanceNorm2d, nn.Conv2d, (2, 3, 11, 14), {}),
+    "2d affine": (nn.InstanceNorm2d, nn.Conv2d, (2, 3, 11, 14), {"affine": True}),
+    "3d": (nn.InstanceNorm3d, nn.Conv3d, (1, 3, 5, 6, 7), {"affine": True}),
+    "statistics": (nn.InstanceNorm2d, nn.Conv2d, (2, 3, 11, 14), {"affine": True, "track_running_stats": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", INSTANCE_NORMS)
+def test_instance_norm(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm, conv, shape, options = INSTANCE_NORMS[name]
+    source, x = Stylized(norm, conv, **options), torch.randn(shape)
+    for each in (source.norm1, source.norm2):
+        for tensor in (*each.parameters(), *each.buffers()):
+            if tensor.is_floating_point():
+                nn.init.uniform_(tensor, 0.5, 1.5)
+    source.eval()
+    with torch.no_grad():
+        exact_result = copy.deepcopy(source).double()(x.double())
+        plain = copy.deepcopy(source).to(dtype)(x.to(dtype))
+        model = xopt.optimize(source, dtype=dtype)
+        result = model(x)
+    errors = [float((each.double() - exact_result).norm() / exact_result.norm()) for each in (result, plain)]
+    assert errors[0] <= 1.1 * errors[1] + 1.2e-7
+    (fusion,) = xopt.report(model).fusions
+    if name == "statistics":
+        assert fusion.fused == ("conv+batch_norm+relu", "conv+batch_norm+leaky_relu")
+    elif len(shape) == 4:
+        assert fusion.fused == ("instance_norm+relu", "instance_norm")
+
+
+def test_instance_norm_of_one_position() -> None:
+    model = xopt.optimize(Stylized(nn.InstanceNorm2d, nn.Conv2d).eval())
+    with torch.no_grad():
+        model(torch.randn(1, 3, 4, 4))
+        with pytest.raises(ValueError, match="Expected more than 1 spatial element"):
+            model(torch.randn(1, 3, 1, 1))

@@ -30,6 +30,7 @@ LEVELS = _C.isa_levels()
 PYTHON_FLOORS = {
     "_C": 0,
     "machine": 0,
+    "roofs": 1,
     "config": 1,
     "capabilities": 1,
     "runtime": 2,
@@ -42,11 +43,13 @@ PYTHON_FLOORS = {
     "api": 7,
     "checkpoint": 8,
 }
-# Parts that use the package's public names, and that nothing in the package uses. Two parts more are open to them: the
-# native module, since what the bench measures is no part of the public face, and what Linux tells, which the launcher
-# has to know without torch.
-OPEN_TO_LEAVES = {"", "_C", "machine"}
-PYTHON_LEAVES = {"__main__", "bench", "launch", "profile"}
+# Parts that use the package's public names, and that nothing in the package uses. Three parts more are open to them:
+# the native module and the machine's roofs, since what is measured is no part of the public face, and what Linux tells,
+# which the launcher has to know without torch.
+OPEN_TO_LEAVES = {"", "_C", "machine", "roofs"}
+PYTHON_LEAVES = {"__main__", "bench", "launch", "profiling"}
+# Those whose names `import xopt` hands out, importing them when they are first asked for.
+LAZY_LEAVES = {"profiling"}
 
 CPP_FLOORS = {"pool": 0, "runtime": 0, "tiles": 1, "kernels": 2, "ops": 3, "sycl": 3, "bindings.cpp": 4}
 
@@ -85,7 +88,7 @@ def imported_parts(path: pathlib.Path) -> Iterator[tuple[str, int]]:
 
 
 def python_edge_error(importer: str, imported: str) -> str | None:
-    if importer == imported or (importer == "__init__" and imported not in PYTHON_LEAVES):
+    if importer == imported or (importer == "__init__" and imported not in PYTHON_LEAVES - LAZY_LEAVES):
         return None
     if importer in PYTHON_LEAVES:
         return (

@@ -38,6 +38,14 @@ SCHEMAS = {
     "-> (Tensor out, Tensor last_hidden, Tensor last_cell)",
     "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
     "float? scale_h=None, float? scale_w=None) -> Tensor",
+    "conv_transpose": "conv_transpose(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, "
+    "int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups=1, Tensor? scale=None, "
+    'str activation="none", float alpha=0., float beta=0., str binary="none", Tensor? other=None, '
+    "bool activation_last=False, ScalarType? out_dtype=None) -> Tensor",
+    "conv_transpose_pack": "conv_transpose_pack(Tensor weight, int groups=1, *, int[] stride, int[] dilation, "
+    "ScalarType dtype) -> Tensor",
+    "conv_transpose_unpack": "conv_transpose_unpack(Tensor packed, int[] weight_size, int groups, int[] stride, "
+    "int[] dilation, ScalarType dtype) -> Tensor",
     "conv_pack": "conv_pack(Tensor weight, int groups=1, *, ScalarType dtype) -> Tensor",
     "conv_unpack": "conv_unpack(Tensor packed, int[] weight_size, int groups, ScalarType dtype) -> Tensor",
     "layer_norm": "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, "
@@ -233,6 +241,34 @@ def samples_upsample() -> Iterator[Call]:
         yield (x, (9, 3, 10)[:dims], "nearest"), {}
         yield (x.movedim(1, -1).contiguous().movedim(-1, 1), (9, 3, 10)[:dims], "linear"), {"align_corners": True}
     yield (x[:0], (4, 5, 6), "linear"), {"scale_d": 2.0, "scale_w": 1.2}
+
+
+TRANSPOSED = (((6, 10, 3, 3), 1), ((8, 1, 3), 8), ((12, 2, 1, 2, 3), 6))
+
+
+def samples_conv_transpose_pack() -> Iterator[Call]:
+    for dtype, (size, groups) in itertools.product(FLOATS, TRANSPOSED):
+        taps = {"stride": [2, 3, 2][: len(size) - 2], "dilation": [1, 1, 2][: len(size) - 2]}
+        yield (random(*size, dtype=dtype), groups), {**taps, "dtype": torch.bfloat16}
+
+
+def samples_conv_transpose_unpack() -> Iterator[Call]:
+    for (weight, groups), options in samples_conv_transpose_pack():
+        taps = (options["stride"], options["dilation"])
+        packed = ops.conv_transpose_pack(weight, groups, **options)
+        yield (packed, list(weight.shape), groups, *taps, torch.bfloat16), {}
+
+
+def samples_conv_transpose() -> Iterator[Call]:
+    for (weight, groups), options in samples_conv_transpose_pack():
+        taps = {name: options[name] for name in ("stride", "dilation")}
+        dims, total = weight.dim() - 2, weight.shape[1] * groups
+        packed = ops.conv_transpose_pack(weight, groups, **options)
+        geometry = {**taps, "padding": [1, 0, 1][:dims], "output_padding": [1] * dims, "groups": groups}
+        x = random(2, weight.shape[0], *(4, 3, 5)[:dims], dtype=weight.dtype)
+        out = ops.conv_transpose(x, packed, weight.shape, **geometry)
+        yield (x, packed, list(weight.shape), random(total)), geometry
+        yield (x, packed, list(weight.shape)), {**geometry, "binary": "add", "other": out, "out_dtype": torch.float32}
 
 
 def samples_conv_pack() -> Iterator[Call]:

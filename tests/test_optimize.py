@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrize, weight_norm
 
 import xopt
 from xopt.modules.packed_parameter import PackedParameter
@@ -323,7 +323,10 @@ def sparse_linear() -> nn.Linear:
 LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own forward": (lambda: Doubled(20, 20), "forward of its own"),
     "weight_norm": (lambda: weight_norm(nn.Linear(20, 20)), "no parameter of its own"),
-    "parametrization": (lambda: parametrizations.orthogonal(nn.Linear(20, 20)), "parametrization"),
+    "parametrization": (
+        lambda: parametrize.register_parametrization(nn.Linear(20, 20), "weight", nn.Identity()),
+        "parametrization",
+    ),
     "meta": (lambda: nn.Linear(20, 20, device="meta"), "device meta"),
     "float64": (lambda: nn.Linear(20, 20).double(), "dtype torch.float64"),
     "sparse": (sparse_linear, "layout torch.sparse_coo"),

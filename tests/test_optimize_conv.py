@@ -108,6 +108,13 @@ class Volumes(nn.Module):
         return torch.tanh(self.second(y) + y)
 
 
+class Causal(nn.Conv1d):
+    """A forward of its own, which goes on to torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(functional.pad(x, (self.dilation[0] * (self.kernel_size[0] - 1), 0)))
+
+
 def many(block: Callable[[], nn.Module], count: int = 3) -> list[nn.Module]:
     return [block() for _ in range(count)]
 
@@ -121,6 +128,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (2, 3, 21, 20),
     ),
     "audio": (Audio, (2, 1, 900)),
+    "causal": (lambda: nn.Sequential(Causal(2, 24, 3), nn.ReLU(), Causal(24, 40, 4, dilation=2)), (2, 2, 70)),
     "volumes": (Volumes, (1, 2, 5, 9, 11)),
     "more than a program": (lambda: Classifier(*many(Residual, 12)), (6, 3, 37, 40)),
 }  # fmt: skip
@@ -170,6 +178,15 @@ def test_what_is_fused() -> None:
         "conv+sigmoid",
         "conv+batch_norm+add",
     ]
+    source = settled(nn.Sequential(Causal(2, 24, 3), nn.ReLU()))
+    model = xopt.optimize(source, sample_input=torch.randn(1, 2, 9))
+    assert isinstance(model[0], Causal)
+    assert fused_in(copy.deepcopy(model)) == []
+    assert fused_in(model) == ["conv+relu"]
+
+
+def test_report_counts_convolutions() -> None:
+    model = xopt.optimize(settled(Classifier(InvertedResidual())), sample_input=torch.randn(1, 3, 33, 33))
     assert "100.0% of the convolutions' weights" in str(xopt.report(model))
 
 
@@ -339,11 +356,6 @@ def test_compile_and_export() -> None:
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 2), "transposed convolutions are left to torch"),
-    "weight_norm": (
-        lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 2)),
-        "parametrization",
-    ),
     "double": (lambda: nn.Conv2d(3, 4, 2).double(), "dtype torch.float64"),
 }
 

@@ -17,7 +17,7 @@ from tests import cases, reference
 from tests.cases import DTYPES
 from tests.families import Family, expect_equal, expect_values, kernel_calls
 from tests.test_conv import LAYOUTS, image, joined, last, numbers
-from tests.test_optimize_conv import fused_in
+from tests.test_optimize_conv import ROUNDING, fused_in, settled
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt
@@ -202,12 +202,81 @@ def test_between_convolutions(name: str) -> None:
         x = torch.randn(2, 3, *size)
         result, used = used_kernels(model, x)
         assert torch.allclose(result, source(x), atol=1e-5)
-        assert "upsample" in used
+        assert "upsample" in used or name == "nearest"
         x = last(x)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
             model(x)
         assert "aten::copy_" not in {event.name for event in profile.events()}, "there was a change of layout"
-    assert fused_in(model) == ["conv+relu", "upsample"]
+    assert fused_in(model) == (["conv+relu", "upsample+conv"] if name == "nearest" else ["conv+relu", "upsample"])
+
+
+class Doubled(nn.Module):
+    """A convolution of an image of twice the size, with all that may follow it."""
+
+    def __init__(self, dims: int, mode: str = "nearest") -> None:
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+        self.first, self.second, self.last = conv(3, 24, 1), conv(24, 37, 3, padding=1), conv(37, 37, 3, padding=1)
+        self.norm, self.up = norm(37), nn.Upsample(scale_factor=2, mode=mode)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.second(self.up(self.first(x)))) + y)
+        return self.last(functional.interpolate(x, scale_factor=2.0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolution_of_an_image_of_twice_the_size(dims: int) -> None:
+    source = settled(Doubled(dims))
+    model = xopt.optimize(source)
+    for size in ((5, 4, 3), (1, 7, 2), (1, 1, 1)):
+        x = last(torch.randn(2, 3, *size[:dims]))
+        y = torch.randn(2, 37, *(2 * each for each in size[:dims]))
+        with torch.no_grad():
+            exact = copy.deepcopy(source).double()(x.double(), y.double())
+            errors = [float((each(x, y).double() - exact).norm() / exact.norm()) for each in (model, source)]
+        assert errors[0] <= 1.1 * errors[1] + ROUNDING
+    assert fused_in(model) == ["upsample+conv+batch_norm+add+relu", "upsample+conv"]
+    plain = Doubled(dims, "nearest-exact").eval()
+    exact_model = xopt.optimize(plain)
+    with torch.no_grad():
+        assert torch.allclose(exact_model(x, y), plain(x, y), atol=1e-5)
+
+
+def test_sums_of_weights_follow_the_weights() -> None:
+    source = settled(Doubled(2))
+    model, x, y = xopt.optimize(source), last(torch.randn(1, 3, 4, 5)), torch.randn(1, 37, 8, 10)
+
+    def check(one: nn.Module, other: nn.Module) -> None:
+        with torch.no_grad():
+            assert torch.allclose(one(x, y), other(x, y), atol=1e-4)
+
+    check(model, source)
+    check(copy.deepcopy(model), source)
+    assert list(model.state_dict()) == list(source.state_dict())
+    for each in (model, source):
+        with torch.no_grad():
+            each.second.weight.mul_(2.0)
+    check(model, source)
+    changed = {name: value + 0.01 for name, value in source.state_dict().items() if value.is_floating_point()}
+    for each in (model, source):
+        each.load_state_dict(changed, strict=False)
+    check(model, source)
+    leaf = x.clone().requires_grad_()
+    model(leaf, y).sum().backward()
+    assert leaf.grad is not None
+
+
+def test_sums_of_rounded_weights_are_asked_for() -> None:
+    source, x, y = settled(Doubled(2)), last(torch.randn(1, 3, 9, 8)), torch.randn(1, 37, 18, 16)
+    for asked in (False, True):
+        model = xopt.optimize(source, dtype=torch.bfloat16, config=xopt.Config(fuse_upsample_rounded=asked))
+        with torch.no_grad():
+            exact = copy.deepcopy(source).double()(x.double(), y.double())
+            theirs = copy.deepcopy(source).bfloat16()(x.bfloat16(), y.bfloat16())
+            errors = [float((each.double() - exact).norm() / exact.norm()) for each in (model(x, y), theirs)]
+        assert errors[0] <= (1.3 if asked else 1.1) * errors[1]
+        assert ("upsample+conv" in fused_in(model)) == asked
 
 
 def test_left_to_torch() -> None:

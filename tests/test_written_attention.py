@@ -24,6 +24,7 @@ class Attention(nn.Module):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.attend = attend
+        self.factor = nn.Parameter(torch.linspace(0.1, 0.4, HEADS)[:, None, None])
         self.register_buffer("seen", torch.ones(40, 40).tril()[None, None])
 
     def forward(self, x: Tensor, *rest: Tensor) -> Any:
@@ -73,6 +74,33 @@ def three_dimensions(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor)
     return attended.view(-1, HEADS, *attended.shape[1:])
 
 
+def windows_of_an_image(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As in Swin: the batch holds images' windows, and each window has a mask."""
+    (batch, heads, length, _), windows = q.shape, (q.shape[0] + 1) // 2
+    mask = mask[:windows, 0]
+    scores = (q @ k.transpose(-2, -1)) / 4 + module.seen[0, :, :length, :length]
+    scores = scores.view(batch // windows, windows, heads, length, length) + mask.unsqueeze(1).unsqueeze(0)
+    attended: Tensor = scores.view(-1, heads, length, length).softmax(-1) @ v
+    return attended
+
+
+def one_factor_a_head(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As in the second Swin."""
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+    weights: Tensor = (scores * torch.clamp(module.factor, max=3.0).exp() + mask).softmax(-1)
+    return weights @ v
+
+
+def five_dimensions(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (torch.stack((part, 2 * part, -part), 2) for part in (q, k, v))
+    attended: Tensor = (q * 0.3 @ k.transpose(-2, -1)).softmax(-1) @ v
+    return attended.amax(2)
+
+
+def one_factor_an_image(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) * q.mean((1, 2, 3), keepdim=True)).softmax(-1) @ v
+
+
 def weights_are_returned(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     weights = (q @ k.transpose(-2, -1)).softmax(-1)
     return weights @ v, weights
@@ -98,10 +126,13 @@ def between_softmax_and_values(module: Any, q: Tensor, k: Tensor, v: Tensor) -> 
     return (q @ k.transpose(-2, -1)).softmax(-1).square() @ v
 
 
-FOUND = (as_in_nano_gpt, scaled_query, divided_and_in_fp32, einsum_with_a_finite_fill, two_masks, three_dimensions)
+FOUND = (
+    *(as_in_nano_gpt, scaled_query, divided_and_in_fp32, einsum_with_a_finite_fill, two_masks, three_dimensions),
+    *(windows_of_an_image, one_factor_a_head, five_dimensions),
+)
 OTHERS = (
     *(weights_are_returned, softmax_over_queries, adds_booleans, sum_of_two_products, scaled_after_the_mask),
-    between_softmax_and_values,
+    *(between_softmax_and_values, one_factor_an_image),
 )
 
 
@@ -112,7 +143,7 @@ def test_attention_written_out(attend: Callable[..., Any], dtype: torch.dtype) -
     source = Attention(attend).eval()
     optimized = xopt.optimize(source, dtype=dtype)
     takes_mask = attend.__code__.co_argcount == 5
-    for batch, length in ((2, 10), (2, 10), (1, 33), (2, 1)):
+    for batch, length in ((2, 10), (2, 10), (1, 33), (2, 1), (6, 5)):
         x = torch.randn(batch, length, WIDTH)
         masks = torch.linspace(-3, 3, batch * length * length).sin().reshape(batch, 1, length, length)
         if attend is three_dimensions:

@@ -2,8 +2,9 @@
 //
 //   thread      a range of row blocks x a range of panels; a row block is 32 positions of an image's raster
 //    chunk        row blocks whose raster stays in L2, a part of an image or several images; weights are read once a chunk
-//     panel chunk   panels whose weights stay in L2 while all row blocks of the chunk pass, all their K at once
-//      row block, panel   the block's product; its sums go to the epilogue between the products of the next panel
+//     panel chunk   panels whose weights stay in L2 while all row blocks of the chunk pass, or a k block of one panel
+//      row block, panel   the block's product; its sums wait for the next k block, or go to the epilogue between the
+//                         products of the next panel
 //
 // Against copies of patches, which a tile kernel would spend more time on than on the products where output channels are
 // few: an image is copied once, not once for each place of the kernel, and neighbouring places find in L1 what they
@@ -32,7 +33,10 @@ struct RasterPlan {
     const int64_t positions = l2 / 2 / raster.position_bytes();
     chunk_blocks = positions >= image ? positions / image * image_blocks
                                       : maximum<int64_t>(1, (positions - raster.reach()) / Block::kRows);
-    chunk_panels = minimum<int64_t>(4, maximum<int64_t>(1, l2 / 8 / call.weight.panel_bytes));
+    const int64_t k_tiles = maximum<int64_t>(1, call.weight.k_tiles);
+    k_blocks = ceil_div(k_tiles, maximum<int64_t>(1, l2 / 8 / (2 * kTileBytes)));
+    k_block_tiles = ceil_div(k_tiles, k_blocks);
+    chunk_panels = minimum<int64_t>(4, maximum<int64_t>(1, l2 / 8 / (k_block_tiles * 2 * kTileBytes)));
     fits = Block::kRows + raster.reach() <= positions;
   }
 
@@ -40,11 +44,12 @@ struct RasterPlan {
   // panel's product for each step.
   bool pays(const ConvCall& call, int64_t panels) const {
     const int64_t patches = ceil_div(call.images * output_positions(call.input), Block::kRows);
-    return fits && call.input.channels % Block::kTileK == 0 && blocks * panels <= patches * (panels + 1);
+    return fits && call.input.channels > 0 && call.input.channels % Block::kTileK == 0 &&
+           blocks * panels <= patches * (panels + 1);
   }
 
   const Raster raster;
-  int64_t image_blocks, blocks, chunk_blocks, chunk_panels;
+  int64_t image_blocks, blocks, chunk_blocks, chunk_panels, k_blocks, k_block_tiles;
   bool fits;  // a row block's raster, in L2
 };
 
@@ -67,7 +72,7 @@ class RasterThread {
     const int64_t positions = (chunk_blocks + 1) * Block::kRows + images * raster_.reach();
     plane_bytes_ = positions * raster_.pitch();
     const Scratch planes(static_cast<size_t>(positions * raster_.position_bytes()));
-    const Scratch acc(2 * kAccBytes);
+    const Scratch acc(static_cast<size_t>((plan_.k_blocks > 1 ? chunk_blocks * plan_.chunk_panels : 2) * kAccBytes));
     const Scratch offsets(static_cast<size_t>(w_.k_tiles) * sizeof(int64_t));
     planes_ = planes.as<uint8_t>();
     acc_ = acc.as<uint8_t>();
@@ -115,52 +120,71 @@ class RasterThread {
   }
 
   void panel_chunk(Range panels, int64_t last_panel) {
-    const int64_t lines = ceil_div(2 * kTileBytes / 64, blocks_.size());  // of the next chunk's weights, in each step
-    for (int64_t block = blocks_.begin; block < blocks_.end; ++block) {
-      const Place at = place(block);
-      const Raster::Outputs outputs(raster_, at.image, at.position);
-      BlockCall call;
-      call.a = place_in_plane(at);
-      call.a_stride = raster_.pitch();
-      call.a_offsets = offsets_;
-      call.k_tiles = w_.k_tiles;
-      call.accumulate = false;
-      const int64_t ahead = (block - blocks_.begin) * lines * 64 * w_.k_tiles;
-      for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-        call.b = w_.panel_data + panel * w_.panel_bytes;
-        call.acc = acc_ + turn_ * kAccBytes;
-        const int64_t next = panel + panels.size();
-        const bool fetches = next < last_panel && ahead < w_.k_tiles * 2 * kTileBytes;
-        call.ahead = w_.panel_data + next * w_.panel_bytes + ahead;
-        call.ahead_lines = fetches ? lines : 0;
-        background_.prefetches.clear();
-        if (call.k_tiles > 0) prefetch_other(outputs.row(), rows(at), panel);
-        background_.begin_block();
-        Block::run(rows(at), call, background_);
-        finish_sums(outputs, rows(at), panel);
-      }
+    if (plan_.k_blocks > 1) background_.finish_epilogue();  // of sums that are about to be overwritten
+    for (int64_t k_block = 0; k_block < plan_.k_blocks; ++k_block) {
+      for (int64_t block = blocks_.begin; block < blocks_.end; ++block) row_block(block, k_block, panels, last_panel);
     }
   }
 
-  void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel) {
+  void row_block(int64_t block, int64_t k_block, Range panels, int64_t last_panel) {
+    const Place at = place(block);
+    const Raster::Outputs outputs(raster_, at.image, at.position);
+    const int64_t k_tile = k_block * plan_.k_block_tiles;
+    const bool last = k_block + 1 == plan_.k_blocks;
+    BlockCall call;
+    call.a = place_in_plane(at);
+    call.a_stride = raster_.pitch();
+    call.a_offsets = offsets_ + k_tile;
+    call.k_tiles = minimum(plan_.k_block_tiles, w_.k_tiles - k_tile);
+    call.accumulate = k_block > 0;
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      call.b = weights(panel, k_tile);
+      call.acc = sums(block, panel - panels.begin);
+      fetch_ahead(block, last ? panel + panels.size() : panel, last ? 0 : k_tile + call.k_tiles, last_panel, &call);
+      background_.prefetches.clear();
+      if (last && call.k_tiles > 0) prefetch_other(outputs.row(), rows(at), panel, call.k_tiles);
+      background_.begin_block();
+      Block::run(rows(at), call, background_);
+      if (last) finish_sums(outputs, rows(at), panel, call);
+    }
+  }
+
+  const uint8_t* weights(int64_t panel, int64_t k_tile) const {
+    return w_.panel_data + panel * w_.panel_bytes + k_tile * 2 * kTileBytes;
+  }
+  uint8_t* sums(int64_t block, int64_t panel_of_chunk) const {
+    const int64_t waiting = (block - blocks_.begin) * plan_.chunk_panels + panel_of_chunk;
+    return acc_ + (plan_.k_blocks > 1 ? waiting : turn_) * kAccBytes;
+  }
+
+  // The weights wanted after these, each row block its share.
+  void fetch_ahead(int64_t block, int64_t panel, int64_t k_tile, int64_t last_panel, BlockCall* call) const {
+    const int64_t lines = lines_ahead<Block>(blocks_.size());
+    const int64_t done = (block - blocks_.begin) * lines * 64 * call->k_tiles;
+    const bool more = panel < last_panel && done < call->k_tiles * 2 * kTileBytes;
+    call->ahead = weights(panel, k_tile) + done;
+    call->ahead_lines = more ? lines : 0;
+  }
+
+  void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel, const BlockCall& call) {
     EpilogueStrip done{};
-    done.acc = acc_ + turn_ * kAccBytes;
+    done.acc = call.acc;
     done.acc_panel_stride = kAccBytes / 4;
     done.panel = panel;
     done.column = panel * kPanelColumns;
     done.columns = minimum(kPanelColumns, w_.n - done.column);
     column_turn_ ^= 1;
     column_values_[column_turn_].fill(call_.epilogue, false, w_.n, done.column, 1, &done);
-    background_.defer_epilogue(&call_, done, rows, w_.k_tiles, outputs);
+    background_.defer_epilogue(&call_, done, rows, call.k_tiles, outputs);
     turn_ ^= 1;
   }
 
   // The part of `other` that the epilogue will read.
-  void prefetch_other(int64_t row, int64_t rows, int64_t panel) {
+  void prefetch_other(int64_t row, int64_t rows, int64_t panel, int64_t k_tiles) {
     const Epilogue& e = call_.epilogue;
     if (e.binary == Binary::none || e.other_row_stride == 0) return;
     const int64_t size = dtype_size(e.other_dtype), stride = e.other_row_stride * size;
-    const int64_t at_once = ceil_div(rows, w_.k_tiles);
+    const int64_t at_once = ceil_div(rows, k_tiles);
     const auto* first = static_cast<const uint8_t*>(e.other) + row * stride + panel * kPanelColumns * size;
     background_.prefetches.add({first, at_once * stride, stride, at_once});
   }
@@ -171,7 +195,7 @@ class RasterThread {
   const RasterPlan<Block>& plan_;
   Background<NothingToCopy, Raster::Outputs> background_;
 
-  uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: two blocks' sums in turns
+  uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: sums of the chunk, or of two blocks in turns
   const int64_t* offsets_ = nullptr;
   int64_t plane_bytes_ = 0, turn_ = 0, column_turn_ = 0;
   ColumnValues column_values_[2];  // of the sums that wait for their epilogue, and of those under way

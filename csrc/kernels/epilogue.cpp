@@ -30,34 +30,69 @@ XOPT_INLINE void store_out(const Epilogue& e, int64_t index, F x, int64_t count)
   store_any(e.out, e.out_dtype, index, x, count);
 }
 
-// An accumulator vector as real numbers: of a panel of the strip, from a column of that panel on.
-template <class Acc>
-XOPT_INLINE F dequantise(const GemmCall& call, const EpilogueStrip& strip, int64_t row, int64_t panel, int64_t column) {
-  const int64_t index = panel * strip.acc_panel_stride + row * kPanelColumns + column;
-  if constexpr (Acc(0.5) != 0) {  // a float, said without <type_traits>
-    return load(static_cast<const float*>(strip.acc) + index);
-  } else {
-    const Epilogue& e = call.epilogue;
-    const PackedWeight& w = call.weight;
-    const int64_t packed_column = (strip.panel + panel) * kPanelColumns + column;
-    I acc = load_int(static_cast<const int32_t*>(strip.acc) + index);
-    int32_t a_zero = strip.a_offset;
-    const int64_t out_row = strip.row + row;
-    if (e.row_zero_point != nullptr) a_zero += e.row_zero_point[e.row_zero_point_per_row ? out_row : 0];
-    if (a_zero != 0) acc = sub_int(acc, mul_int(set1_int(a_zero), load_int(w.column_sum + packed_column)));
-    if (w.zero_point != nullptr) {
-      // sum (a - a0)(b - b0) = acc - a0 sum(b) - b0 (sum(a) - k a0), with the a and a0 of before the offset.
-      const auto k_a_zero = static_cast<uint32_t>(call.weight.k) * static_cast<uint32_t>(a_zero - strip.a_offset);
-      const auto rest = static_cast<int32_t>(static_cast<uint32_t>(strip.row_sums[row]) - k_a_zero);
-      acc = sub_int(acc, mul_int(set1_int(rest), load_int(w.zero_point + packed_column)));
-    }
-    const float row_scale = e.row_scale[e.row_scale_per_row ? out_row : 0];
-    return mul(to_float(acc), mul(set1(row_scale), load(w.scale + packed_column)));
-  }
-}
-
 // Vectors of a tile's 16 columns.
 constexpr int64_t kTileVectors = kTileColumns / kWidth;
+
+constexpr int64_t kPanelVectors = 2 * kTileVectors;
+
+// A panel's sums as real numbers, before the bias. What its rows have in common stands in registers: with addresses and
+// parameters looked up for each row, as the compiler has to where a store might have changed them, a row took 45
+// instructions.
+template <class Acc>
+struct PanelSums {
+  PanelSums(const GemmCall&, const EpilogueStrip& strip, int64_t panel) {
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < kPanelVectors; ++v) {
+      const int64_t column = panel * kPanelColumns + v * kWidth;
+      bias[v] = load(strip.bias + column);
+      scale[v] = strip.scale != nullptr ? load(strip.scale + column) : set1(1.0F);
+    }
+  }
+  XOPT_INLINE void begin_row(int64_t) {}
+  XOPT_INLINE F value(const float* sums, int64_t v) const { return fma(load(sums + v * kWidth), scale[v], bias[v]); }
+
+  F bias[kPanelVectors], scale[kPanelVectors];
+};
+
+template <>
+struct PanelSums<int32_t> {
+  PanelSums(const GemmCall& c, const EpilogueStrip& s, int64_t panel)
+      : call(c), strip(s), has_zero_points(c.weight.zero_point != nullptr) {
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < kPanelVectors; ++v) {
+      const int64_t column = panel * kPanelColumns + v * kWidth, packed = s.panel * kPanelColumns + column;
+      bias[v] = load(s.bias + column);
+      scale[v] = load(c.weight.scale + packed);
+      column_sum[v] = load_int(c.weight.column_sum + packed);
+      zero_point[v] = has_zero_points ? load_int(c.weight.zero_point + packed) : set1_int(0);
+    }
+  }
+  XOPT_INLINE void begin_row(int64_t row) {
+    const Epilogue& e = call.epilogue;
+    const int64_t out_row = strip.row + row;
+    a_zero = strip.a_offset;
+    if (e.row_zero_point != nullptr) a_zero += e.row_zero_point[e.row_zero_point_per_row ? out_row : 0];
+    if (has_zero_points) {
+      // sum (a - a0)(b - b0) = acc - a0 sum(b) - b0 (sum(a) - k a0), with the a and a0 of before the offset.
+      const auto k_a_zero = static_cast<uint32_t>(call.weight.k) * static_cast<uint32_t>(a_zero - strip.a_offset);
+      rest = static_cast<int32_t>(static_cast<uint32_t>(strip.row_sums[row]) - k_a_zero);
+    }
+    row_scale = set1(e.row_scale[e.row_scale_per_row ? out_row : 0]);
+  }
+  XOPT_INLINE F value(const int32_t* sums, int64_t v) const {
+    I acc = load_int(sums + v * kWidth);
+    if (a_zero != 0) acc = sub_int(acc, mul_int(set1_int(a_zero), column_sum[v]));
+    if (has_zero_points) acc = sub_int(acc, mul_int(set1_int(rest), zero_point[v]));
+    return add(mul(to_float(acc), mul(row_scale, scale[v])), bias[v]);
+  }
+
+  const GemmCall& call;
+  const EpilogueStrip& strip;
+  const bool has_zero_points;
+  F bias[kPanelVectors], scale[kPanelVectors], row_scale;
+  I column_sum[kPanelVectors], zero_point[kPanelVectors];
+  int32_t a_zero = 0, rest = 0;
+};
 
 // A tile's worth of columns of one row, or two: finished values on their way out.
 template <Out O, int64_t Vectors>
@@ -75,39 +110,97 @@ XOPT_INLINE void store_columns(const Epilogue& e, int64_t out, const F* x, int64
   }
 }
 
+// Goes down the rows of the output.
+class OutRows {
+ public:
+  OutRows(const Epilogue& e, int64_t row) : positions_(e.positions) {
+    if (positions_ == nullptr) {
+      next_ = row * e.out_row_stride;
+      step_ = e.out_row_stride;
+      return;
+    }
+    for (int i = 2; i >= 0; --i) {
+      at_[i] = row % positions_->size[i];
+      row /= positions_->size[i];
+      next_ += at_[i] * positions_->stride[i];
+    }
+    next_ += row * positions_->image_stride;
+    step_ = positions_->stride[2];
+    left_ = positions_->size[2] - at_[2];
+  }
+
+  // The place of a row's first element; the next row comes next.
+  XOPT_INLINE int64_t next() {
+    const int64_t place = next_;
+    next_ += step_;
+    if (--left_ == 0) begin_line();
+    return place;
+  }
+
+ private:
+  void begin_line() {
+    const OutPositions& p = *positions_;
+    left_ = p.size[2];
+    next_ += p.stride[1] - p.size[2] * p.stride[2];
+    if (++at_[1] < p.size[1]) return;
+    at_[1] = 0;
+    next_ += p.stride[0] - p.size[1] * p.stride[1];
+    if (++at_[0] < p.size[0]) return;
+    at_[0] = 0;
+    next_ += p.image_stride - p.size[0] * p.stride[0];
+  }
+
+  const OutPositions* positions_;
+  int64_t next_ = 0, step_ = 0, left_ = INT64_MAX;
+  int64_t at_[3] = {0, 0, 0};
+};
+
 enum class Other { none, given };
 
+// Rows of one panel; `rows` is at the first of them.
 template <class Acc, Activation A, Out O, Other B>
-void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
-  constexpr int64_t kVectors = 2 * kTileVectors;
+XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, OutRows rows, int64_t panel,
+                              int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
+  const int64_t first = panel * kPanelColumns, columns = strip.columns - first;
+  const int64_t other_stride = e.other_row_stride;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
-    const int64_t other = (strip.row + row) * e.other_row_stride + strip.column;
-    for (int64_t panel = 0; panel * kPanelColumns < strip.columns; ++panel) {
-      const int64_t first = panel * kPanelColumns, columns = strip.columns - first;
-      F x[kVectors];
+  PanelSums<Acc> panel_sums(call, strip, panel);
+  const auto* sums = static_cast<const Acc*>(strip.acc) + panel * strip.acc_panel_stride + begin * kPanelColumns;
+  for (int64_t row = begin; row < end; ++row, sums += kPanelColumns) {
+    const int64_t out = rows.next() + strip.column + first;
+    const int64_t other = e.positions != nullptr ? out : (strip.row + row) * other_stride + strip.column + first;
+    F x[kPanelVectors];
+    panel_sums.begin_row(row);
 #pragma GCC unroll 8
-      for (int64_t v = 0; v < kVectors; ++v) {
-        const F bias = load(strip.bias + first + v * kWidth),
-                sum = dequantise<Acc>(call, strip, row, panel, v * kWidth);
-        x[v] = strip.scale != nullptr ? fma(sum, load(strip.scale + first + v * kWidth), bias) : add(sum, bias);
-        if constexpr (B == Other::none) x[v] = activate<A>(x[v], alpha, beta);
-      }
-      if constexpr (B == Other::given) {
+    for (int64_t v = 0; v < kPanelVectors; ++v) {
+      x[v] = panel_sums.value(sums, v);
+      if constexpr (B == Other::none) x[v] = activate<A>(x[v], alpha, beta);
+    }
+    if constexpr (B == Other::given) {
 #pragma GCC unroll 8
-        for (int64_t v = 0; v < kVectors; ++v) {
-          if (columns <= v * kWidth) continue;
-          const F y = load_any(e.other, e.other_dtype, other + first + v * kWidth, columns - v * kWidth);
-          if (e.activation_last) {
-            x[v] = activate<A>(combine(e.binary, x[v], y), alpha, beta);
-          } else {
-            x[v] = combine(e.binary, activate<A>(x[v], alpha, beta), y);
-          }
+      for (int64_t v = 0; v < kPanelVectors; ++v) {
+        if (columns <= v * kWidth) continue;
+        const F y = load_any(e.other, e.other_dtype, other + v * kWidth, columns - v * kWidth);
+        if (e.activation_last) {
+          x[v] = activate<A>(combine(e.binary, x[v], y), alpha, beta);
+        } else {
+          x[v] = combine(e.binary, activate<A>(x[v], alpha, beta), y);
         }
       }
-      store_columns<O, kVectors>(e, out + first, x, columns);
+    }
+    store_columns<O, kPanelVectors>(e, out, x, columns);
+  }
+}
+
+// Several panels are done row by row, so that a row of the output is written in one go.
+template <class Acc, Activation A, Out O, Other B>
+void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
+  OutRows rows(call.epilogue, strip.out_row + begin);
+  if (strip.columns <= kPanelColumns) return finish_panel<Acc, A, O, B>(call, strip, rows, 0, begin, end);
+  for (int64_t row = begin; row < end; ++row, rows.next()) {
+    for (int64_t panel = 0; panel * kPanelColumns < strip.columns; ++panel) {
+      finish_panel<Acc, A, O, B>(call, strip, rows, panel, row, row + 1);
     }
   }
 }
@@ -117,18 +210,18 @@ template <class Acc, Activation A, Out O>
 void finish_gated_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t out = (strip.out_row + row) * e.out_row_stride + strip.column;
-    for (int64_t panel = 0; panel * kTileColumns < strip.columns; ++panel) {
-      const auto value = [&](int64_t column) {
-        return add(dequantise<Acc>(call, strip, row, panel, column), load(strip.bias + panel * kPanelColumns + column));
-      };
+  for (int64_t panel = 0; panel * kTileColumns < strip.columns; ++panel) {
+    PanelSums<Acc> panel_sums(call, strip, panel);
+    const auto* sums = static_cast<const Acc*>(strip.acc) + panel * strip.acc_panel_stride + begin * kPanelColumns;
+    for (int64_t row = begin; row < end; ++row, sums += kPanelColumns) {
+      const int64_t first = panel * kTileColumns, out = (strip.out_row + row) * e.out_row_stride + strip.column + first;
+      panel_sums.begin_row(row);
       F x[kTileVectors];
 #pragma GCC unroll 8
       for (int64_t v = 0; v < kTileVectors; ++v) {
-        x[v] = mul(activate<A>(value(v * kWidth), alpha, beta), value(kTileColumns + v * kWidth));
+        x[v] = mul(activate<A>(panel_sums.value(sums, v), alpha, beta), panel_sums.value(sums, kTileVectors + v));
       }
-      store_columns<O, kTileVectors>(e, out + panel * kTileColumns, x, strip.columns - panel * kTileColumns);
+      store_columns<O, kTileVectors>(e, out, x, strip.columns - first);
     }
   }
 }

@@ -12,6 +12,14 @@
 
 namespace xopt {
 
+// Where the rows of an output lie that are not one distance apart: row r is the r-th of the positions of images that are
+// `size` (depth, height, width).
+struct OutPositions {
+  int64_t size[3];
+  int64_t stride[3];  // elements
+  int64_t image_stride;
+};
+
 // A vector over the output columns, or nullptr.
 struct ColumnVector {
   const void* data = nullptr;
@@ -45,8 +53,9 @@ struct Epilogue {
 
   void* out = nullptr;
   DType out_dtype = DType::f32;
-  int64_t out_row_stride = 0;  // elements
-  float out_scale = 1.0F;      // s8, u8: stored = clamp(round_to_even(value / out_scale) + out_zero_point)
+  int64_t out_row_stride = 0;               // elements
+  const OutPositions* positions = nullptr;  // in place of out_row_stride, for `other` as well
+  float out_scale = 1.0F;                   // s8, u8: stored = clamp(round_to_even(value / out_scale) + out_zero_point)
   int32_t out_zero_point = 0;
 };
 

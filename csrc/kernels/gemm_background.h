@@ -104,7 +104,7 @@ class Background {
   }
 
  private:
-  static constexpr int64_t kEpilogueRows = 2, kNever = int64_t{1} << 60;
+  static constexpr int64_t kEpilogueRows = 4, kNever = int64_t{1} << 60;
 
   [[gnu::noinline]] void work() {
     if (!each_step_) {

@@ -4,6 +4,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "runtime/trace.h"
+
 namespace xopt::ops {
 namespace {
 
@@ -233,6 +235,7 @@ std::string_view String::text() const {
   size_t length = 0;
   if (torch_string_c_str(handle_, &text) != AOTI_TORCH_SUCCESS) return "";
   torch_string_length(handle_, &length);
+  if (tracing()) trace_name(text, length);
   return {text, length};
 }
 

@@ -75,18 +75,20 @@ bool collapse_rows(const int64_t* sizes, const int64_t* strides, int64_t dims, R
   return true;
 }
 
-PackedHeader packed_header(const char* op, const Tensor& packed) {
-  const Checked checked{op, "packed", packed};
+namespace {
+
+void check_packed_bytes(const Checked& checked) {
+  const Tensor& packed = checked.tensor;
   checked.cpu();
   checked.dtype({DType::u8});
   if (packed.dims() != 1 || (packed.size(0) > 1 && packed.stride(0) != 1)) {
     checked.fail("expected a contiguous tensor of one dimension, as made by linear_pack, got shape ",
                  packed.shape_text());
   }
-  const void* data = packed.data();
-  if (const char* error = packed_header_error(data, packed.size(0))) {
-    checked.fail("expected a packed weight, as made by linear_pack, but ", error, " (", packed.size(0), " bytes)");
-  }
+}
+
+PackedHeader aligned_header(const Checked& checked) {
+  const void* data = checked.tensor.data();
   if (reinterpret_cast<uintptr_t>(data) % kPackedAlignment != 0) {
     checked.fail("expected data at a multiple of ", kPackedAlignment, " bytes, got address ", data,
                  "; pass its clone()");
@@ -94,6 +96,26 @@ PackedHeader packed_header(const char* op, const Tensor& packed) {
   PackedHeader header;
   std::memcpy(&header, data, sizeof(header));
   return header;
+}
+
+}  // namespace
+
+PackedHeader packed_header(const char* op, const Tensor& packed) {
+  const Checked checked{op, "packed", packed};
+  check_packed_bytes(checked);
+  if (const char* error = packed_header_error(packed.data(), packed.size(0))) {
+    checked.fail("expected a packed weight, as made by linear_pack, but ", error, " (", packed.size(0), " bytes)");
+  }
+  return aligned_header(checked);
+}
+
+PackedHeader first_packed_header(const char* op, const Tensor& packed) {
+  const Checked checked{op, "packed", packed};
+  check_packed_bytes(checked);
+  if (packed.size(0) < static_cast<int64_t>(sizeof(PackedHeader))) {
+    checked.fail("expected a packed weight, got ", packed.size(0), " bytes, which is less than a header");
+  }
+  return aligned_header(checked);
 }
 
 namespace {

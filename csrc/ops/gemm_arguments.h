@@ -17,6 +17,8 @@ PackedWeight packed_columns(const char* op, const Tensor& packed, WeightKind kin
                             int64_t in_features);
 // The header alone, checked; for ops that unpack.
 PackedHeader packed_header(const char* op, const Tensor& packed);
+// The first header of a packed weight that consists of several, not checked itself yet.
+PackedHeader first_packed_header(const char* op, const Tensor& packed);
 
 // The last dimension of `input`; an error where there is none.
 int64_t input_features(const char* op, const Tensor& input);

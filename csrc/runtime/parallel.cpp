@@ -9,6 +9,8 @@
 #include <atomic>
 #include <exception>
 
+#include "runtime/trace.h"
+
 namespace xopt {
 namespace {
 
@@ -34,6 +36,25 @@ class RegionScope {
 
  private:
   int previous_;
+};
+
+// Adds the time that one thread spends in a traced region's body.
+class Watch {
+ public:
+  Watch(bool traced, std::atomic<int64_t>* busy, std::atomic<int>* members)
+      : busy_(traced ? busy : nullptr), members_(members), start_(traced ? trace_clock() : 0) {}
+  ~Watch() {
+    if (busy_ == nullptr) return;
+    busy_->fetch_add(trace_clock() - start_, std::memory_order_relaxed);
+    members_->fetch_add(1, std::memory_order_relaxed);
+  }
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+ private:
+  std::atomic<int64_t>* busy_;
+  std::atomic<int>* members_;
+  int64_t start_;
 };
 
 }  // namespace
@@ -83,13 +104,19 @@ void parallel_run(int threads, ParallelBody body, void* context) {
   const int team = threads > max_threads() ? threads : max_threads();
   std::exception_ptr first;
   std::atomic_flag failed = ATOMIC_FLAG_INIT;
-#pragma omp parallel num_threads(team) default(none) shared(threads, body, context, first, failed)
+  const bool traced = tracing();
+  const int64_t start = traced ? trace_clock() : 0;
+  std::atomic<int64_t> busy{0};
+  std::atomic<int> members{0};
+#pragma omp parallel num_threads(team) default(none) \
+    shared(threads, body, context, first, failed, traced, busy, members)
   {
     const int granted = omp_get_num_threads();
     const int count = threads < granted ? threads : granted;
     const int thread = omp_get_thread_num();
     if (thread < count) {
       const RegionScope scope(count);
+      const Watch watch(traced, &busy, &members);
       try {
         body(context, thread, count);
       } catch (...) {
@@ -97,6 +124,7 @@ void parallel_run(int threads, ParallelBody body, void* context) {
       }
     }
   }
+  if (traced) trace_region(start, trace_clock(), busy.load(), members.load());
   if (first) std::rethrow_exception(first);
 }
 

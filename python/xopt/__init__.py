@@ -1,5 +1,7 @@
 """Eager-mode optimization of PyTorch models for Intel CPUs."""
 
+from typing import TYPE_CHECKING, Any
+
 # torch comes first: the native libraries share its OpenMP runtime and are linked to none of their own.
 import torch  # noqa: F401
 
@@ -10,6 +12,9 @@ from xopt.capabilities import Capabilities, KernelInfo, capabilities, kernels
 from xopt.checkpoint import CheckpointError, load, save
 from xopt.config import Config
 from xopt.report import Report, report
+
+if TYPE_CHECKING:
+    from xopt.profiling import profile, profiler
 
 config.current.apply()
 
@@ -26,7 +31,18 @@ __all__ = [
     "load",
     "ops",
     "optimize",
+    "profile",
+    "profiler",
     "report",
     "runtime",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The profiler, which is imported when it is first asked for."""
+    if name in ("profile", "profiler"):
+        from xopt import profiling
+
+        return getattr(profiling, name)
+    raise AttributeError(f"module 'xopt' has no attribute {name!r}")

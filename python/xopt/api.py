@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import logging
 import sys
@@ -11,11 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from xopt import config as settings
 from xopt.config import Config
 from xopt.modules.base import Context
 from xopt.modules.block import make_block
+from xopt.modules.computed_weight import is_computed
 from xopt.modules.root import make_root
 from xopt.plan.plan import Decision, make_plan
 from xopt.report import ATTRIBUTE, Entry, Report
@@ -175,32 +178,28 @@ def _floating_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def _carry_out(decision: Decision, context: Context) -> Entry:
-    module = decision.module
-    kind = type(module).__name__
-    weights = _own_weights(module)
-    if decision.replacement is None:
-        entry = Entry(decision.path, kind, False, decision.reason, weights)
-    else:
-        entry = Entry(decision.path, kind, True, decision.replacement.replace(module, context), weights)
+    entry = _entry(decision, decision.reason)
+    if decision.replacement is not None:
+        detail = decision.replacement.replace(decision.module, context)
+        entry = dataclasses.replace(entry, optimized=True, detail=detail)
     _log.info("%s (%s): %s", entry.path or "the model", entry.kind, entry.detail)
     return entry
 
 
+def _entry(decision: Decision, reason: str) -> Entry:
+    module = decision.module
+    kind, is_conv = type(module).__name__, isinstance(module, _ConvNd)
+    return Entry(decision.path, kind, False, reason, _own_weights(module), is_conv)
+
+
 def _left(decisions: list[Decision], reason: str) -> tuple[Entry, ...]:
-    return tuple(
-        Entry(
-            decision.path,
-            type(decision.module).__name__,
-            False,
-            reason,
-            _own_weights(decision.module),
-        )
-        for decision in decisions
-    )
+    return tuple(_entry(decision, reason) for decision in decisions)
 
 
 def _own_weights(module: nn.Module) -> int:
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if is_computed(module):
+        own.append(module.weight)
     return sum(parameter.numel() for parameter in filter(_is_initialized, own))
 
 

@@ -54,6 +54,12 @@ class Config:
     """Max and average pooling of images whose channels are last runs on xopt's kernels."""
     upsample_images: bool = True
     """Nearest and linear interpolation of images whose channels are last runs on xopt's kernels."""
+    fuse_upsample: bool = True
+    """A convolution of an image upsampled to twice its size computes on the small image, with sums of its weights,
+    which are kept beside them. In fp32 only."""
+    fuse_upsample_rounded: bool = False
+    """The same in bf16 and fp16. Sums of weights are rounded once more, which one layer alone shows as an error of 1.2
+    times torch's."""
     cast_embeddings: bool = True
     """Embedding tables are held in the optimized dtype."""
     concat_linear: bool = True

@@ -32,6 +32,8 @@ class Entry:
     """What was done, or why it was left alone."""
     weights: int
     """Elements of its own parameters."""
+    is_conv: bool = False
+    """Whether it is a convolution, of whatever class."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,14 @@ class Report:
     def optimized_linear_share(self) -> float:
         """Of the weights of all linear and recurrent layers, each of which takes part in one multiply-add a row, those
         on xopt's kernels. Products that have no weight (attention) and convolutions are not counted."""
-        others = [entry for entry in self.entries if not _is_conv(entry)]
+        others = [entry for entry in self.entries if not entry.is_conv]
         return _packed_share([each for each in others if _multiplies(each) or each.detail.startswith("packed")])
 
     @property
     def optimized_conv_share(self) -> float:
         """The same of the weights of all convolutions, each of which takes part in a multiply-add for each position of
         its output."""
-        return _packed_share([entry for entry in self.entries if _is_conv(entry)])
+        return _packed_share([entry for entry in self.entries if entry.is_conv])
 
     def to_json(self) -> str:
         shares = {name: getattr(self, name) for name in ("optimized_linear_share", "optimized_conv_share")}
@@ -119,10 +121,6 @@ class Report:
         for note in self.notes:
             console.print(note)
         return text.getvalue()
-
-
-def _is_conv(entry: Entry) -> bool:
-    return re.search(r"Conv(Transpose)?[123]d", entry.kind) is not None
 
 
 def _multiplies(entry: Entry) -> bool:

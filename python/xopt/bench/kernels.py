@@ -26,10 +26,10 @@ from xopt.bench.errors import BenchError, UnavailableError, WrongResultError
 from xopt.bench.peers import Contender, Packed
 from xopt.bench.problem import check_result, in_bf16, make_problem, make_weight
 from xopt.bench.results import INT8_GAIN_ROWS, Case
-from xopt.bench.roofs import higher_of, measure_roofs
 from xopt.bench.rotation import Caches, Rotation, known_caches, outputs_kept_mapped, plan_rotation
 from xopt.bench.shapes import DTYPES, Shape, all_shapes, parse_dtypes, parse_shapes, quick_shapes
 from xopt.bench.turns import Runner, make_runner, take_turns, timing_of
+from xopt.roofs import higher_of, measure_roofs
 
 FULL_SECONDS = 0.2
 QUICK_SECONDS = 0.1

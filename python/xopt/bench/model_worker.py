@@ -24,7 +24,7 @@ import torch
 from xopt import _C
 from xopt.bench import model_cases, model_peers
 from xopt.bench.errors import UnavailableError, WrongResultError
-from xopt.bench.roofs import READ_REPEATS
+from xopt.roofs import READ_REPEATS
 
 SEED = 0
 WRONG = 0.25  # a relative error that no rounding explains

@@ -10,7 +10,7 @@ from typing import Any
 from xopt.bench import peers
 from xopt.bench.errors import BenchError
 from xopt.bench.results import Case
-from xopt.bench.roofs import Roofs
+from xopt.roofs import Roofs
 
 # Colours that are told apart with any colour vision; ours is drawn last, so that it lies on top.
 STYLES: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from xopt.bench import conv_peers, peers, plot, results
 from xopt.bench.conv_shapes import MODEL_CONVS, QUICK_STEP, ConvShape
 from xopt.bench.errors import BenchError
 from xopt.bench.results import Case, Finding
-from xopt.bench.roofs import KINDS, Roofs, format_roof
+from xopt.roofs import KINDS, Roofs, format_roof
 
 FORMAT = 1
 TABLE_WIDTH = 160  # where the output is no terminal

@@ -10,10 +10,10 @@ from functools import partial
 
 from xopt.bench import conv_peers, peers
 from xopt.bench.conv_shapes import MODEL_CONVS, ConvShape
-from xopt.bench.roofs import Roofs
 from xopt.bench.rotation import Rotation
 from xopt.bench.shapes import Shape
 from xopt.bench.turns import Timing
+from xopt.roofs import Roofs
 
 FEW_ROWS = 4  # bound by how fast weights are read
 MANY_ROWS = 1024  # bound by how fast products are made

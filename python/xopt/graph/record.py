@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ _FRESH = frozenset(
     {
         *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
+        *("conv_transpose", "interpolate"),
     }
 )
 
@@ -77,6 +79,19 @@ class _WeightsToo(TorchFunctionMode):
             raise CannotRecord("it changes a parameter in place")
         result = function(*args, **kwargs)
         return recorder.call(function, *args, **kwargs) if isinstance(result, torch.Tensor) else result
+
+
+class _Active(threading.local):
+    """The recording that runs in this thread."""
+
+    recorder: Recorder | None = None
+
+
+active = _Active()
+
+
+def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
 
 
 class Recorder:
@@ -116,6 +131,20 @@ class Recorder:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             example = function(module, *self.examples(args), **self.examples(kwargs))
         return self.record("call_function", function, (module, *args), kwargs, example)
+
+    def call_with_weights(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """A block that is given no symbol. What it makes of parameters and buffers alone (a table of relative
+        positions) is a step of its own, which calls it."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if not tensors or not all(self.knows(tensor) for tensor in tensors):
+            return forward(module, *args, **kwargs)
+        active.recorder = None
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                example = forward(module, *args, **kwargs)
+        finally:
+            active.recorder = self
+        return self.record("call_function", call_plainly, (module, *args), kwargs, example)
 
     def in_place(self, function: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         """An operation in place, recorded as one that makes a new tensor. Right only where the old one is fresh and
@@ -163,9 +192,10 @@ class Recorder:
     # ---- Between symbols and nodes -----------------------------------------------------------------------------------
 
     def _wrap(self, node: Node, example: Any) -> Any:
-        if isinstance(example, torch.Tensor) or type(example) in (int, float):
+        kind = type(example)
+        if isinstance(example, torch.Tensor) or kind in (int, float):
             return Symbol(self, node, example)
-        if type(example) in (tuple, list) or isinstance(example, torch.Size):
+        if kind in (tuple, list, torch.Size) or kind.__module__ == torch.return_types.__name__:
             items: list[Any] = []
             for index, item in enumerate(example):
                 if item is None:
@@ -174,8 +204,8 @@ class Recorder:
                 part = self.graph.call_function(operator.getitem, (node, index))
                 part.meta[EXAMPLE] = _described(item)
                 items.append(self._wrap(part, item))
-            return tuple(items) if isinstance(example, torch.Size) else type(example)(items)
-        raise CannotRecord(f"{node.target} gives a {type(example).__name__}")
+            return tuple(items) if kind is torch.Size else kind(items)
+        raise CannotRecord(f"{node.target} gives a {kind.__name__}")
 
     def _nodes(self, value: Any) -> Any:
         return _map(value, self._node)
@@ -248,10 +278,12 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         node.meta[EXAMPLE] = _described(example)
         symbols.append(Symbol(recorder, node, example))
     attributes = [_Attributes(module) for module in root.modules()]
+    outer, active.recorder = active.recorder, recorder
     try:
         with torch.random.fork_rng(devices=[]), isinstance_watch.watch(), _WeightsToo(recorder):
             result = forward(root, *fill(args, symbols), **fill(kwargs, symbols))
     finally:
+        active.recorder = outer
         changed = [kept.module for kept in attributes if kept.restore()]
     if changed:
         raise CannotRecord(f"a {type(changed[0]).__name__} changes its own attributes in its forward")

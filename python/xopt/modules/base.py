@@ -105,6 +105,18 @@ def own_forward(module: nn.Module, source: type[nn.Module]) -> bool:
     return type(module).forward is not source.forward or "forward" in module.__dict__
 
 
+def forward_problem(module: nn.Module, source: type[nn.Module]) -> str | None:
+    """Why a module's forward cannot be that of its replacement, or lead to it: one of its own may do so by
+    `super().forward` (a convolution that pads first), as long as it does not read the weight itself."""
+    if not own_forward(module, source):
+        return None
+    code = getattr(type(module).forward, "__code__", None)
+    names = () if code is None else code.co_names
+    if "forward" not in module.__dict__ and {"super", "forward"} <= set(names) and "weight" not in names:
+        return None
+    return "it has a forward of its own"
+
+
 def result_dtype(input: torch.Tensor) -> torch.dtype:
     """Autocast's dtype under autocast, else the input's."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype

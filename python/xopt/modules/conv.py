@@ -15,15 +15,14 @@ from torch.nn.modules.conv import _ConvNd
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
-from xopt.modules.base import Context, Replacement, derive, own_forward, result_dtype
+from xopt.modules.base import Context, Replacement, derive, forward_problem, own_forward, result_dtype
+from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import folded
-from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.packed_parameter import PackedParameter, Taps
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
 
-_KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_FUNCTIONS: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _CHANNELS_LAST = "_xopt_channels_last"  # in a module's __dict__: its source's weight had its channels last
 
 _conv = torch.ops.xopt.conv.default
@@ -37,26 +36,16 @@ class PackedConv(Replacement, PackedState, _ConvNd):
 
     @classmethod
     def why_not(cls, module: _ConvNd, context: Context) -> str | None:
-        kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
+        kind = _kind_of(module)
         if kind is None:
-            return "transposed convolutions are left to torch"
-        if own_forward(module, kind) or type(module)._conv_forward is not kind._conv_forward:
+            return f"there is no kernel for a {type(module).__name__}"
+        if type(module)._conv_forward is not kind._conv_forward:
             return "it has a forward of its own"
-        return product_problem(module)
+        return forward_problem(module, kind) or product_problem(module)
 
     @classmethod
     def replace(cls, module: _ConvNd, context: Context) -> str:
-        weight = module.weight
-        packed = context.replaced.get(id(weight))
-        if packed is None:
-            packed = PackedParameter.pack(weight, context.target(weight), groups=module.groups)
-            context.replaced[id(weight)] = packed
-        elif type(packed) is not PackedParameter or packed.place.groups != module.groups:
-            return "left to torch: its weight is shared with a layer of another kind"
-        module.__dict__[_CHANNELS_LAST] = weight.stride(1) == 1 and not weight.is_contiguous()
-        module._parameters["weight"] = packed
-        module.__class__ = derive(cls, type(module))
-        return f"packed as {str(packed.dtype).removeprefix('torch.')}"
+        return pack_convolution(module, context, None, _derived(module))
 
     def forward(self, input: Any) -> torch.Tensor:
         if type(input) is Symbol:
@@ -72,9 +61,55 @@ class PackedConv(Replacement, PackedState, _ConvNd):
         return self._conv_forward(input, weight, bias)
 
 
+def pack_convolution(module: _ConvNd, context: Context, taps: Taps | None, packed_class: type) -> str:
+    """Changes a convolution in place, or one with these taps, a transposed one; what was done."""
+    weight = module.weight
+    module.__dict__[_CHANNELS_LAST] = False
+    if is_computed(module):
+        detail = pack_computed(module, context.dtype, groups=module.groups, taps=taps)
+        module.__class__ = packed_class
+        return detail
+    packed = context.replaced.get(id(weight))
+    if packed is None:
+        packed = PackedParameter.pack(weight, context.target(weight), groups=module.groups, taps=taps)
+        context.replaced[id(weight)] = packed
+    elif type(packed) is not PackedParameter or (packed.place.groups, packed.place.taps) != (module.groups, taps):
+        return "left to torch: its weight is shared with a layer of another kind"
+    module.__dict__[_CHANNELS_LAST] = weight.stride(1) == 1 and not weight.is_contiguous()
+    module._parameters["weight"] = packed
+    module.__class__ = packed_class
+    return f"packed as {str(packed.dtype).removeprefix('torch.')}"
+
+
+class _PackedConv1d(PackedConv, nn.Conv1d):
+    """Below a class with a forward of its own, this stands before the class that it goes on to."""
+
+
+class _PackedConv2d(PackedConv, nn.Conv2d):
+    pass
+
+
+class _PackedConv3d(PackedConv, nn.Conv3d):
+    pass
+
+
+_BELOW: dict[Any, type[PackedConv]] = {nn.Conv1d: _PackedConv1d, nn.Conv2d: _PackedConv2d, nn.Conv3d: _PackedConv3d}
+
+
+def _kind_of(module: nn.Module) -> Any:
+    return next((kind for kind in _BELOW if isinstance(module, kind)), None)
+
+
+def _derived(module: nn.Module) -> type:
+    kind = _kind_of(module)
+    if own_forward(module, kind):
+        return derive(_BELOW[kind], type(module), below=True)
+    return derive(PackedConv, type(module))
+
+
 def has_packed_weight(module: nn.Module) -> bool:
-    weight = module._parameters["weight"]
-    return type(weight) is PackedParameter and weight.place.groups is not None
+    weight = weight_of(module)
+    return type(weight) is PackedParameter and weight.place.groups is not None and weight.place.taps is None
 
 
 def computes_channels_last(module: nn.Module) -> bool:
@@ -82,15 +117,20 @@ def computes_channels_last(module: nn.Module) -> bool:
     return bool(module.__dict__.get(_CHANNELS_LAST))
 
 
+def keeps_channels_last(module: nn.Module, input: torch.Tensor) -> bool:
+    """Whether its answer to this input has the channels last."""
+    return computes_channels_last(module) or input.stride(1) == 1
+
+
 def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """The operator with a module's packed weight and geometry."""
-    weight: PackedParameter = module._parameters["weight"]
+    weight: PackedParameter = weight_of(module)
     if input.dim() == weight.dim() - 1:  # a single image
         other = options.pop("other", None)
         if other is not None:
             options["other"] = other.unsqueeze(0)
         return run(module, input.unsqueeze(0), bias, **options).squeeze(0)
-    keeps_channels_last = module.__dict__[_CHANNELS_LAST] or input.stride(1 if input.dim() > 1 else 0) == 1
+    keeps = keeps_channels_last(module, input)
     padding = _padding(module)
     if module.padding_mode != "zeros":
         # Modules keep these amounts in the order that pad takes; the operator then pads no more.
@@ -107,7 +147,7 @@ def run(module: Any, input: torch.Tensor, bias: torch.Tensor | None, **options: 
         groups=module.groups,
         **options,
     )
-    return result if keeps_channels_last else result.contiguous()
+    return result if keeps else result.contiguous()
 
 
 def _padding(module: Any) -> list[int]:

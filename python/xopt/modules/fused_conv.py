@@ -1,4 +1,4 @@
-"""What follows a convolution, done with its sums: BatchNorm, activation, addition of a residual."""
+"""What follows a convolution or a transposed one, done with its sums: BatchNorm, activation, addition of a residual."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import ClassVar
 from torch.fx import Graph
 
 from xopt.modules.conv import conv
+from xopt.modules.conv_transpose import conv_transpose
 from xopt.modules.fused_linear import fuse_activations, fuse_batch_norm, fuse_binary
 from xopt.modules.pattern import Pattern
+
+_CONVOLUTIONS = (conv, conv_transpose)
 
 
 class ConvBatchNorm(Pattern):
@@ -17,7 +20,8 @@ class ConvBatchNorm(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        fuse_batch_norm(graph, conv)
+        for target in _CONVOLUTIONS:
+            fuse_batch_norm(graph, target)
 
 
 class ConvActivation(Pattern):
@@ -26,7 +30,8 @@ class ConvActivation(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        fuse_activations(graph, conv)
+        for target in _CONVOLUTIONS:
+            fuse_activations(graph, target)
 
 
 class ConvBinary(Pattern):
@@ -35,7 +40,8 @@ class ConvBinary(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        fuse_binary(graph, conv)
+        for target in _CONVOLUTIONS:
+            fuse_binary(graph, target)
 
 
 class ConvLastActivation(Pattern):
@@ -46,4 +52,5 @@ class ConvLastActivation(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        fuse_activations(graph, conv)
+        for target in _CONVOLUTIONS:
+            fuse_activations(graph, target)

@@ -9,11 +9,12 @@ from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import ACTIVATIONS, activation_of
+from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_pair, pack_as_pair
 from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, operands, replace, step, used_only_for
 
-_gated = torch.ops.xopt.linear_gated.default
+gated_product = torch.ops.xopt.linear_gated.default
 
 
 class GatedPair(Pattern):
@@ -36,14 +37,14 @@ def _fit(node: Node, activated: Any, gate: Any, up: Any) -> bool:
     for each in (gate, up):
         if not isinstance(each, Node) or each.target is not linear or set(each.kwargs) != {"out_dtype"}:
             return False
-        weight = each.args[0].meta[EXAMPLE]._parameters["weight"]  # type: ignore[union-attr]
-        if type(weight) is not PackedParameter:
-            return False
-    modules = [each.args[0].meta[EXAMPLE] for each in (gate, up)]
+    modules: list[Any] = [each.args[0].meta[EXAMPLE] for each in (gate, up)]
+    weights = [weight_of(module) for module in modules]
+    if not all(type(weight) is PackedParameter for weight in weights):
+        return False
     return (
         gate.args[1] is up.args[1]
         and modules[0] is not modules[1]
-        and modules[0].weight.shape == modules[1].weight.shape
+        and weights[0].shape == weights[1].shape
         and only_user(up) is node
         and only_user(activated) is node
         and used_only_for(gate, activated)
@@ -62,11 +63,11 @@ def gated_linear(
     beta: float = 0.0,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    weights: list[Any] = [gate._parameters["weight"], up._parameters["weight"]]
+    weights: list[Any] = [weight_of(gate), weight_of(up)]
     packed = all(type(weight) is PackedParameter for weight in weights)
     if not packed or not (are_pair(*weights) or pack_as_pair(*weights)):
         return ACTIVATIONS[activation](linear(gate, input), alpha, beta) * linear(up, input)
-    return _gated(  # type: ignore[no-any-return]
+    return gated_product(  # type: ignore[no-any-return]
         input,
         weights[0].place.packed,
         gate.out_features,

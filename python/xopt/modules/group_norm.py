@@ -1,6 +1,8 @@
-"""GroupNorm of images whose channels are last in memory, with the activation after it, on `torch.ops.xopt.group_norm`.
+"""GroupNorm and InstanceNorm of images whose channels are last in memory, with the activation after them, on
+`torch.ops.xopt.group_norm`.
 
-Images in another layout are left to torch, which has no copy to make for them.
+Images in another layout are left to torch, which has no copy to make for them. An InstanceNorm that goes by running
+statistics is a BatchNorm, and is folded as such.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from torch.fx import Graph
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.record import expect
 from xopt.modules.activation import ACTIVATIONS, activation_of
+from xopt.modules.conv import conv
+from xopt.modules.conv_transpose import conv_transpose
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, is_call, replace, shape_of, step, used_only_for
 from xopt.ops.fakes import FLOATING
 
@@ -21,21 +26,32 @@ _FUSED = ("relu", "silu")
 _group_norm = torch.ops.xopt.group_norm.default
 
 
-@step(lambda kwargs: "group_norm" + (f"+{kwargs['activation']}" if kwargs.get("activation") else ""))
+def _label(kwargs: dict[str, Any]) -> str:
+    name = "instance_norm" if kwargs["groups"] is None else "group_norm"
+    return name + (f"+{kwargs['activation']}" if kwargs.get("activation") else "")
+
+
+@step(_label)
 def group_norm(
     input: Tensor,
-    groups: int,
     weight: Tensor | None,
     bias: Tensor | None,
     *,
+    groups: int | None,
     eps: float,
     out_dtype: torch.dtype,
     activation: str = "none",
 ) -> Tensor:
-    if input.stride(1) != 1:
-        plain = functional.group_norm(input, groups, weight, bias, eps)
+    """`groups`: None for an InstanceNorm, of which each channel is a group."""
+    alone = groups is None and input[0, 0].numel() <= 1  # about which torch has something to say
+    if input.stride(1) != 1 or alone:
+        if groups is None:
+            plain = functional.instance_norm(input, None, None, weight, bias, eps=eps)
+        else:
+            plain = functional.group_norm(input, groups, weight, bias, eps)
         return ACTIVATIONS[activation](plain, 0.0, 0.0).to(out_dtype)
-    return _group_norm(input, groups, weight, bias, eps=eps, activation=activation, out_dtype=out_dtype)  # type: ignore[no-any-return]
+    count = input.shape[1] if groups is None else groups
+    return _group_norm(input, count, weight, bias, eps=eps, activation=activation, out_dtype=out_dtype)  # type: ignore[no-any-return]
 
 
 class FindGroupNorm(Pattern):
@@ -48,11 +64,44 @@ class FindGroupNorm(Pattern):
             source: Any = node.args[0]
             groups, weight, bias = (argument(node, place, name) for place, name in _ARGUMENTS)
             if dtype_of(node) in FLOATING and dtype_of(source) in FLOATING and 3 <= len(shape_of(source)) <= 5:
-                kwargs = {"eps": argument(node, 4, "eps", 1e-5), "out_dtype": dtype_of(node)}
-                replace(graph, node, group_norm, (source, groups, weight, bias), kwargs)
+                kwargs = {"groups": groups, "eps": argument(node, 4, "eps", 1e-5), "out_dtype": dtype_of(node)}
+                replace(graph, node, group_norm, (source, weight, bias), kwargs)
+
+
+class FindInstanceNorm(Pattern):
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "fuse_norm"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, functional.instance_norm):
+            source: Any = node.args[0]
+            mean, variance, weight, bias = (argument(node, place, name) for place, name in _INSTANCE_ARGUMENTS)
+            by_input, eps = argument(node, 5, "use_input_stats", True), argument(node, 7, "eps", 1e-5)
+            known = dtype_of(node) in FLOATING and dtype_of(source) in FLOATING and 3 <= len(shape_of(source)) <= 5
+            if known and by_input is True and mean is None and variance is None:
+                kwargs = {"groups": None, "eps": eps, "out_dtype": dtype_of(node)}
+                replace(graph, node, group_norm, (source, weight, bias), kwargs)
+            elif known and by_input is False:
+                _forget_channels(graph, source)
+                kwargs = {"weight": weight, "bias": bias, "eps": eps}
+                replace(graph, node, functional.batch_norm, (source, mean, variance), kwargs)
+
+
+def _forget_channels(graph: Graph, image: Any) -> None:
+    """An InstanceNorm looks at the number of channels. That of a convolution is the same in all calls; looked at, its
+    result would be in use besides."""
+    if not is_call(image, conv, conv_transpose):
+        return
+    for size in [user for user in image.users if is_call(user, "size") and user.args[1:] == (1,)]:
+        for user in [user for user in size.users if user.target is expect]:
+            graph.erase_node(user)
+        if not size.users:
+            graph.erase_node(size)
 
 
 _ARGUMENTS = ((1, "num_groups"), (2, "weight"), (3, "bias"))
+_INSTANCE_ARGUMENTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
 
 
 class GroupNormActivation(Pattern):

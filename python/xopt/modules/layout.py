@@ -17,6 +17,7 @@ from torch import nn
 
 from xopt.modules.containers import map_tensors
 from xopt.modules.conv import PackedConv, computes_channels_last
+from xopt.modules.conv_transpose import PackedConvTranspose
 from xopt.ops.fakes import FLOATING
 
 _log = logging.getLogger("xopt")
@@ -28,7 +29,7 @@ _VIEW_ERROR = "view size is not compatible"
 def image_dims(module: nn.Module) -> frozenset[int]:
     """Numbers of dimensions of the images that this model's convolutions are better given with the channels last.
     None, where its weights have their channels last: then its layers see to it themselves, as torch's do."""
-    convs = [part for part in module.modules() if isinstance(part, PackedConv)]
+    convs = [part for part in module.modules() if isinstance(part, (PackedConv, PackedConvTranspose))]
     if any(computes_channels_last(conv) for conv in convs):
         return frozenset()
     return frozenset(len(conv.kernel_size) + 2 for conv in convs) & _FORMATS.keys()

@@ -15,9 +15,11 @@ from xopt.modules.base import (
     Replacement,
     cast_parameter,
     derive,
+    forward_problem,
     own_forward,
     result_dtype,
 )
+from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Place
 from xopt.modules.packed_state import PackedState
@@ -32,7 +34,8 @@ def place_of(weight: Any) -> Place | None:
     if type(weight) is not PackedParameter:
         return None
     place = weight.place
-    return place if place.in_pair is None and place.groups is None and place.gates is None else None
+    others = (place.in_pair, place.gate_half, place.groups, place.gates)
+    return place if all(each is None for each in others) else None
 
 
 class PackedProduct(PackedState):
@@ -46,10 +49,15 @@ class PackedProduct(PackedState):
     """Whether the logical weight is [in, out]."""
 
     @classmethod
-    def pack(cls, module: Any, context: Context) -> str:
-        """Changes a module of the source class in place; what was done, in words for the report."""
+    def pack(cls, module: Any, context: Context, below: bool = False) -> str:
+        """Changes a module of the source class in place; what was done, in words for the report. `below`: see
+        `derive`."""
+        if is_computed(module):
+            detail = pack_computed(module, context.dtype, transposed=cls.transposed)
+            module.__class__ = derive(cls, type(module), below=below)
+            return detail
         weight = module.weight
-        module.__class__ = derive(cls, type(module))
+        module.__class__ = derive(cls, type(module), below=below)
         if id(weight) in context.shared:
             module._parameters["weight"] = cast_parameter(weight, context)
             return "cast, not packed: its weight is shared with a module that reads it in the plain layout"
@@ -60,7 +68,7 @@ class PackedProduct(PackedState):
         if type(input) is Symbol:
             symbol: Any = input
             return recorder_of(symbol).call_module(self, linear, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
-        place, bias = place_of(self._parameters["weight"]), self._parameters["bias"]
+        place, bias = place_of(weight_of(self)), self._parameters["bias"]
         if place is None or is_for_torch(input, bias):
             return self.plain_forward(input)
         return _linear(  # type: ignore[no-any-return]
@@ -85,13 +93,11 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 
     @classmethod
     def why_not(cls, module: nn.Linear, context: Context) -> str | None:
-        if own_forward(module, nn.Linear):
-            return "it has a forward of its own"
-        return product_problem(module)
+        return forward_problem(module, nn.Linear) or product_problem(module)
 
     @classmethod
     def replace(cls, module: nn.Linear, context: Context) -> str:
-        return cls.pack(module, context)
+        return cls.pack(module, context, below=own_forward(module, nn.Linear))
 
 
 def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedProduct) -> bool:
@@ -111,7 +117,7 @@ def linear(
     **after: Any,
 ) -> torch.Tensor:
     """The step of a recorded graph that calls the module; patterns hand it what follows: see `finished`."""
-    place = place_of(module._parameters["weight"])
+    place = place_of(weight_of(module))
     bias: torch.Tensor | None = module._parameters["bias"]
     if place is None or (other is not None and not is_output_like(other, input, module)):
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
+from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
 from xopt.modules.pattern import Pattern, calls, dtype_of, step
@@ -33,7 +34,7 @@ class MergeSiblings(Pattern):
 
 
 def _fit(modules: list[PackedProduct]) -> bool:
-    weights = [module._parameters["weight"] for module in modules]
+    weights = [weight_of(module) for module in modules]
     return (
         all(type(weight) is PackedParameter and weight.place.in_pair is None for weight in weights)
         and len({id(weight) for weight in weights}) == len(weights)
@@ -67,7 +68,7 @@ def _allow_copies(part: Node) -> None:
 def merged_linear(
     modules: list[PackedProduct], input: torch.Tensor, *, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    weights: list[Any] = [module._parameters["weight"] for module in modules]
+    weights: list[Any] = [weight_of(module) for module in modules]
     if not all(type(weight) is PackedParameter for weight in weights):
         return tuple(linear(module, input, out_dtype=out_dtype) for module in modules)
     if not are_one(weights) and not pack_as_one(weights):

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
+from xopt.modules.computed_weight import weight_of
 from xopt.modules.gated_linear import gated_linear
 from xopt.modules.linear import PackedProduct, is_output_like, linear, place_of
 from xopt.modules.merged_linear import merged_linear
@@ -238,7 +239,7 @@ def linear_norm(
     out_dtype: torch.dtype,
     sum_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    place = place_of(module._parameters["weight"])
+    place = place_of(weight_of(module))
     alone = place is not None and place.features == module.out_features
     if place is None or not alone or not is_output_like(residual, input, module):
         total = linear(module, input, binary="add", other=residual, out_dtype=sum_dtype or torch.float32)
@@ -278,7 +279,7 @@ def _product_dtype(user: Any) -> torch.dtype | None:
     if not is_call(user, linear, merged_linear, gated_linear):
         return None
     module = user.args[0][0] if isinstance(user.args[0], (list, tuple)) else user.args[0]
-    dtype: torch.dtype = module.meta[EXAMPLE]._parameters["weight"].dtype
+    dtype: torch.dtype = weight_of(module.meta[EXAMPLE]).dtype
     # What it gives must not follow from what it is given.
     return dtype if user.kwargs.get("out_dtype") is not None else None
 

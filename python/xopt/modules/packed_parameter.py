@@ -16,10 +16,31 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from xopt.modules.wide_taps import Wide, narrowed, widened
+
 Tensor = torch.Tensor
 
 
 _packing = threading.Lock()  # several threads may run one model, and whichever comes first packs weights together
+
+
+class Taps(NamedTuple):
+    """What the packed form of a transposed convolution's weight depends on."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    wide: Wide | None
+
+    def packed_geometry(self) -> dict[str, tuple[int, ...]]:
+        """Stride and dilation that the operator is told."""
+        if self.wide is None:
+            return {"stride": self.stride, "dilation": self.dilation}
+        return {"stride": (*self.stride[:-1], 1), "dilation": (*self.dilation[:-1], 1)}
+
+    def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        if self.wide is None:
+            return tuple(shape)
+        return (shape[0], shape[1] * self.wide.stride, *shape[2:-1], self.wide.wide_kernel)
 
 
 class Place(NamedTuple):
@@ -33,10 +54,14 @@ class Place(NamedTuple):
     """Where this weight begins in it."""
     in_pair: int | None = None
     """Which of the two weights of a gated pair it is, for `torch.ops.xopt.linear_gated`; None: no such pair."""
+    gate_half: int | None = None
+    """Which half of this weight's rows is the gate, where its halves are a gated pair; None: they are none."""
     groups: int | None = None
     """The groups of a convolution, whose weight it is; None: a linear layer's."""
     gates: int | None = None
     """The gates of a recurrent layer, whose rows `torch.ops.xopt.recurrent` wants by blocks of units; None: plain."""
+    taps: Taps | None = None
+    """Of a transposed convolution, whose weight it is; None: of something else."""
 
 
 class PackedParameter(nn.Parameter):
@@ -83,10 +108,11 @@ class PackedParameter(nn.Parameter):
         transposed: bool = False,
         groups: int | None = None,
         gates: int | None = None,
+        taps: Taps | None = None,
     ) -> PackedParameter:
         features = weight.shape[1 if transposed else 0]
-        packed = _pack(_rows(weight, transposed), dtype, groups, gates)
-        return cls(Place(packed, features, groups=groups, gates=gates), weight.shape, dtype, transposed)
+        packed = _pack(_rows(weight, transposed), dtype, groups, gates, taps)
+        return cls(Place(packed, features, groups=groups, gates=gates, taps=taps), weight.shape, dtype, transposed)
 
     def unpack(self) -> Tensor:
         """The logical weight. While a copy is in use, the same one is given out, so that tied weights stay tied."""
@@ -102,14 +128,22 @@ class PackedParameter(nn.Parameter):
         return values.t().contiguous() if self.transposed else values
 
     def _unpack_rows(self) -> Tensor:
-        packed, features, first_column, in_pair, groups, gates = self.place
+        packed, features, first_column, in_pair, gate_half, groups, gates, taps = self.place
         with torch.no_grad():
+            if taps is not None:
+                shape, geometry = taps.packed_shape(self.shape), taps.packed_geometry()
+                unpack = torch.ops.xopt.conv_transpose_unpack
+                values = unpack(packed, shape, groups, **geometry, dtype=self.dtype)
+                return values if taps.wide is None else narrowed(values, taps.wide)
             if groups is not None:
                 return torch.ops.xopt.conv_unpack(packed, self.shape, groups, self.dtype)  # type: ignore[no-any-return]
             rows, columns = self.out_features, self.in_features
             if gates is not None:
                 blocks = torch.ops.xopt.linear_unpack(packed, _block_rows(rows, gates), columns, self.dtype)
                 return _from_blocks(blocks, gates, rows)
+            if gate_half is not None:
+                halves = torch.ops.xopt.linear_unpack_gated(packed, rows // 2, columns, self.dtype)
+                return torch.cat(halves if gate_half == 0 else halves[::-1])
             if in_pair is not None:
                 pair = torch.ops.xopt.linear_unpack_gated(packed, rows, columns, self.dtype)
                 return pair[in_pair]  # type: ignore[no-any-return]
@@ -120,13 +154,17 @@ class PackedParameter(nn.Parameter):
 
     @property
     def is_packed_alone(self) -> bool:
-        return self.place.in_pair is None and self.place.features == self.out_features
+        place = self.place
+        return place.in_pair is None and place.gate_half is None and place.features == self.out_features
 
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
-        packed = _pack(_rows(weight, self.transposed), self.dtype, self.place.groups, self.place.gates)
+        place = self.place
+        packed = _pack(_rows(weight, self.transposed), self.dtype, place.groups, place.gates, place.taps)
         if self.is_packed_alone:
             self.packed.copy_(packed)
+            if not self.packed.is_inference():  # a dispatched operator's own writing is not counted
+                torch.autograd.graph.increment_version(self.packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
             self.place = Place(packed, self.out_features)
         self._unpacked = None
@@ -182,8 +220,12 @@ class PackedParameter(nn.Parameter):
         return f"PackedParameter({self.unpack()!r})"
 
 
-def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | None) -> Tensor:
+def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | None, taps: Taps | None) -> Tensor:
     with torch.no_grad():
+        if taps is not None:
+            values = weight.detach() if taps.wide is None else widened(weight.detach(), taps.wide)
+            pack = torch.ops.xopt.conv_transpose_pack
+            return pack(values, groups, **taps.packed_geometry(), dtype=dtype)  # type: ignore[no-any-return]
         if groups is not None:
             return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
         rows = weight.detach() if gates is None else _in_blocks(weight.detach(), gates)
@@ -244,6 +286,20 @@ def pack_as_pair(gate: PackedParameter, up: PackedParameter) -> bool:
             packed = torch.ops.xopt.linear_pack_gated(*rows, dtype=gate.dtype)
         gate.place = Place(packed, gate.out_features, in_pair=0)
         up.place = Place(packed, up.out_features, in_pair=1)
+        return True
+
+
+def pack_as_halves(weight: PackedParameter, gate: int) -> bool:
+    """The same for the two halves of one weight's rows, of which `gate` tells the gate's."""
+    with _packing:
+        if weight.place.gate_half == gate:
+            return True
+        if not weight.is_packed_alone or weight.out_features % 2 != 0:
+            return False
+        with torch.no_grad():
+            halves = _rows(weight.unpack(), weight.transposed).chunk(2)
+            packed = torch.ops.xopt.linear_pack_gated(halves[gate], halves[1 - gate], dtype=weight.dtype)
+        weight.place = Place(packed, weight.out_features, gate_half=gate)
         return True
 
 

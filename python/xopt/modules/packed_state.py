@@ -64,7 +64,6 @@ class PackedState(nn.Module):
 def _repacked(values: torch.Tensor, before: PackedParameter) -> nn.Parameter:
     if values.device.type == "cpu" and values.dtype in FLOATING:
         place = before.place
-        return PackedParameter.pack(
-            values, values.dtype, transposed=before.transposed, groups=place.groups, gates=place.gates
-        )
+        kind: dict[str, Any] = {"groups": place.groups, "gates": place.gates, "taps": place.taps}
+        return PackedParameter.pack(values, values.dtype, transposed=before.transposed, **kind)
     return nn.Parameter(values, requires_grad=False)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from xopt.modules.activation import ACTIVATIONS
 from xopt.modules.base import plain_parameter_problem
+from xopt.modules.computed_weight import computed_problem, is_computed
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
@@ -18,7 +19,7 @@ BINARY: dict[str, Any] = {"add": torch.add, "mul": torch.mul}
 
 def product_problem(module: Any) -> str | None:
     """Why the weight or bias of such a module cannot be taken over."""
-    problem = plain_parameter_problem(module, "weight")
+    problem = computed_problem(module) if is_computed(module) else plain_parameter_problem(module, "weight")
     if problem is None and module.bias is not None and module.bias.dtype not in FLOATING:
         return f"its bias has dtype {module.bias.dtype}"
     return problem

@@ -47,8 +47,9 @@ class Upsample(Replacement, nn.Upsample):
         return "interpolates with the channels last"
 
     def forward(self, input: Any) -> Tensor:
-        if type(input) is Symbol:  # recorded as the call that it is
-            return nn.Upsample.forward(self, input)
+        if type(input) is Symbol:
+            symbol: Any = input
+            return super().forward(symbol)  # recorded as the call of F.interpolate that it is
         return interpolate(
             input,
             self.size,
@@ -93,7 +94,7 @@ def interpolate(
     fits = target is not None and input.stride(1) == 1 and input.dtype in FLOATING and not wants_gradient
     if not fits or torch.compiler.is_compiling() or (known != "linear" and align_corners is not None):
         options: dict[str, Any] = {"align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
-        return functional.interpolate(input, size, scale_factor, mode, **options)  # type: ignore[arg-type]
+        return functional.interpolate(input, size, scale_factor, mode, **options)
     assert target is not None
     return _upsample(input, target[0], known, align_corners=bool(align_corners), **target[1])  # type: ignore[no-any-return]
 
@@ -110,13 +111,14 @@ def _target(
         sizes = list(size) if isinstance(size, (list, tuple)) else [size] * dims
         fits = len(sizes) == dims and all(type(each) is int and each > 0 for each in sizes)
         return (sizes, {}) if fits else None
-    factors = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * dims
-    if len(factors) != dims or not all(isinstance(each, (int, float)) and each > 0 for each in factors):
+    given: list[Any] = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * dims
+    factors = [float(each) for each in given if isinstance(each, (int, float)) and each > 0]
+    if len(given) != dims or len(factors) != dims:
         return None
     sizes = [int(length * factor) for length, factor in zip(input.shape[2:], factors, strict=True)]
     if min(sizes) < 1 or min(input.shape[2:]) < 1:
         return None
-    return sizes, {} if recomputed else dict(zip(_SCALES[-dims:], map(float, factors), strict=True))
+    return sizes, {} if recomputed else dict(zip(_SCALES[-dims:], factors, strict=True))
 
 
 _SCALES = ("scale_d", "scale_h", "scale_w")

@@ -23,11 +23,13 @@ from xopt.modules.pattern import (
     only_user,
     operands,
     shape_of,
+    step,
 )
 from xopt.ops.fakes import FLOATING
 
 _MATMUL = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
 _DIVIDE = (operator.truediv, torch.div, "div", "__truediv__")
+_VIEWS = (torch.reshape, "view", "reshape")
 _SOFTMAX = (torch.softmax, functional.softmax, "softmax")
 # What einsum calls the two products, whichever letters it uses.
 _SCORES = "abcd,abed->abce"
@@ -41,8 +43,10 @@ class _Written(NamedTuple):
     key_is_transposed: bool
     value: Node
     scale: Any
+    factors: list[Node]
+    """One for each head, which the query is multiplied by beforehand."""
     masks: list[tuple[str, Any, Any]]
-    """From the inside to the outside: ("add", mask, None), or ("fill", where, value)."""
+    """From the inside to the outside: ("add", mask, None), ("fill", where, value) or ("windows", mask, sizes)."""
 
 
 class FindWrittenAttention(Pattern):
@@ -59,7 +63,8 @@ class FindWrittenAttention(Pattern):
 
 def _attention(node: Node) -> _Written | None:
     factors = _product(node, _OUTPUT)
-    if factors is None or len(shape_of(node)) not in (3, 4):
+    dims = len(shape_of(node))
+    if factors is None or dims < 3:
         return None
     weights, value = factors
     softmax = _through_casts(weights)
@@ -72,17 +77,19 @@ def _attention(node: Node) -> _Written | None:
         scores = _through_casts(scores)
         if not isinstance(scores, Node) or only_user(scores) is None:
             return None
-        inner = _unmasked(scores, masks) if not scale else None
+        inner = None if scale else _unmasked(scores, masks) or _without_windows(scores, masks)
         inner = inner or _unscaled(scores, scale)
         if inner is None:
             break
         scores = inner
     product = _product(scores, _SCORES)
-    if product is None or len(shape_of(scores)) != len(shape_of(node)) or not _fits(node, product, value):
+    if product is None or len(shape_of(scores)) != dims or not _fits(node, product, value) or (dims > 4 and masks):
         return None
     query, key = product
     transposed = not is_call(scores, torch.einsum)
-    return _Written(query, key, transposed, value, _one_factor(scale), masks[::-1])
+    numbers = [factor for factor in scale if not isinstance(factor, Node)]
+    factors_of_heads = [factor for factor in scale if isinstance(factor, Node)]
+    return _Written(query, key, transposed, value, float(math.prod(numbers)), factors_of_heads, masks[::-1])
 
 
 def _fits(node: Node, product: tuple[Node, Node], value: Node) -> bool:
@@ -142,6 +149,29 @@ def _unmasked(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
     return None
 
 
+def _without_windows(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
+    """The same where the mask is one of windows, and is put on scores that are seen as [image, window, ...] for it."""
+    if not is_call(node, *_VIEWS) or len(shape_of(node)) != 4:
+        return None
+    found: list[Any] = []
+    seen: Any = node.args[0]
+    while (added := operands(seen, ADD)) is not None and only_user(seen) is not None:
+        pairs = [(one, other) for one, other in (added, added[::-1]) if shape_of(one) == shape_of(seen)]
+        seen, mask = next(((one, other) for one, other in pairs if _is_mask(other)), (None, None))
+        if dtype_of(mask) not in FLOATING or not 3 <= len(shape_of(mask)) <= 5:
+            return None
+        found.append(mask)
+    if not found or not is_call(seen, *_VIEWS) or only_user(seen) is None or len(shape_of(seen)) != 5:
+        return None
+    sizes = seen.args[1] if isinstance(seen.args[1], (tuple, list)) else seen.args[1:]
+    scores = seen.args[0]
+    same = shape_of(scores) == shape_of(node) and shape_of(seen)[-3:] == shape_of(node)[-3:]
+    if not same or -1 in sizes[:2]:
+        return None
+    masks += [("windows", mask, tuple(sizes[:2])) for mask in found]
+    return scores
+
+
 def _is_mask(mask: Any) -> bool:
     """Whether it is no product itself: of two tensors of the scores' shape, either might be the mask."""
     return isinstance(mask, Node) and bool(shape_of(mask)) and _product(_through_casts(mask), _SCORES) is None
@@ -157,11 +187,19 @@ def _unscaled(node: Node, scale: list[Any]) -> Any:
             if number and isinstance(scores, Node):
                 scale.append(1.0 / factor if inverse else factor)
                 return scores
+            if not inverse and isinstance(scores, Node) and _is_one_a_head(factor) and shape_of(scores)[-2:] != (1, 1):
+                scale.append(factor)
+                return scores
     return None
 
 
-def _one_factor(scale: list[Any]) -> float:
-    return float(math.prod(scale))
+def _is_one_a_head(factor: Any) -> bool:
+    return isinstance(factor, Node) and shape_of(factor)[-2:] == (1, 1) and _is_of_weights(factor)
+
+
+def _is_of_weights(node: Node) -> bool:
+    """Whether it is computed from parameters alone, so that its sizes are the same in all calls."""
+    return node.op == "get_attr" or (bool(node.all_input_nodes) and all(map(_is_of_weights, node.all_input_nodes)))
 
 
 def _put(graph: Graph, node: Node, found: _Written) -> None:
@@ -172,7 +210,10 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
             return graph.call_method(name, args)
 
         key = method("transpose", found.key, -2, -1) if found.key_is_transposed else found.key
-        tensors = [found.query, key, found.value]
+        query = found.query
+        for factor in found.factors:
+            query = graph.call_function(_scaled, (query, factor))
+        tensors = [query, key, found.value]
         mask: Any = None
         for kind, each, value in found.masks:
             added = graph.call_function(as_mask, (kind, each, value))
@@ -180,22 +221,43 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
         if dims == 3:
             tensors = [method("unsqueeze", tensor, 1) for tensor in tensors]
             mask = mask if mask is None else graph.call_function(with_one_head, (mask,))
-        kwargs = {"causal": False, "scale": found.scale, "gqa": False}
-        attended = graph.call_function(scaled_dot_product_attention, (*tensors, mask), kwargs)
-        result = method("squeeze", attended, 1) if dims == 3 else attended
+        if dims > 4:
+            result = graph.call_function(attention_in_parts, tuple(tensors), {"scale": found.scale})
+        else:
+            kwargs = {"causal": False, "scale": found.scale, "gqa": False}
+            attended = graph.call_function(scaled_dot_product_attention, (*tensors, mask), kwargs)
+            result = method("squeeze", attended, 1) if dims == 3 else attended
     result.meta.update(node.meta)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def as_mask(kind: str, mask: torch.Tensor, value: float | None) -> torch.Tensor:
+def _scaled(query: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return (query * factor).to(query.dtype)
+
+
+@step("attention")
+def attention_in_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Of tensors with more than four dimensions, all but the last two of which are the same."""
+    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        return torch.softmax(query @ key.transpose(-2, -1) * scale, -1) @ value
+    lead = query.shape[:-3]
+    query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
+    attended = scaled_dot_product_attention(query, key, value, None, causal=False, scale=scale, gqa=False)
+    return attended.reshape(*lead, *attended.shape[1:])
+
+
+def as_mask(kind: str, mask: torch.Tensor, value: Any) -> torch.Tensor:
     """As attention takes it: of booleans, where True takes part, or to be added. A finite value that scores are filled
     with stays what it is, so that a row in which all are hidden comes out as it did."""
     if kind == "add":
         return mask
+    if kind == "windows":
+        mask = mask.reshape((1,) * (5 - mask.ndim) + mask.shape)
+        return mask.expand(*value, *mask.shape[2:]).flatten(0, 1)
     if value == -math.inf:
         return ~mask.bool()
-    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask.bool(), value)  # type: ignore[arg-type]
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask.bool(), value)
 
 
 def with_one_head(mask: torch.Tensor) -> torch.Tensor:

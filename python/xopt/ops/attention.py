@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xopt.ops.costs import Shape, Work, cost_of
 from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
 
 
@@ -25,3 +26,12 @@ def _attention(
             )
     batch, heads, queries, _ = query.shape
     return query.new_empty((batch, queries, heads, value.shape[3]))
+
+
+@cost_of("attention", category="attention", kernel="attention")
+def _attention_work(query: Shape, key: Shape, value: Shape, *others: object, **options: object) -> Work:
+    """Also where a mask is causal: as flop_counter does."""
+    batch, heads, queries, depth = query
+    keys = key[2]
+    products = 2 * batch * heads * queries * keys * (depth + value[3])
+    return Work(f"{batch}x{heads}x{queries}x{keys}x{depth}", products)

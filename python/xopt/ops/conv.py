@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
-from xopt.ops.linear import check_packed, packed_bytes
+from xopt.ops.linear import check_packed, fitting_itemsizes, packed_bytes
 
 _PANEL = 32
 
 
-def _matrix(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[Size, Size]:
+def matrix_of(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[Size, Size]:
     """Rows and columns of the packed matrix: csrc/ops/conv_layout.h."""
     if not 3 <= len(sizes) <= 5:
         raise RuntimeError(
@@ -39,7 +41,7 @@ def _matrix(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[Siz
 
 @fake_of("conv_pack")
 def _conv_pack(weight: Tensor, groups: int = 1, *, dtype: torch.dtype) -> Tensor:
-    return packed_bytes(weight, *_matrix("conv_pack", "weight", weight.shape, groups), dtype, gated=False)
+    return packed_bytes(weight, *matrix_of("conv_pack", "weight", weight.shape, groups), dtype, gated=False)
 
 
 @fake_of("conv_unpack")
@@ -71,7 +73,7 @@ def _conv(
     named = {"input": input, "packed": packed, "bias": bias, "scale": scale, "other": other}
     check("conv", named, FLOATING)
     check_packed("conv", packed)
-    _matrix("conv", "weight_size", weight_size, groups)
+    matrix_of("conv", "weight_size", weight_size, groups)
     if input.dim() != len(weight_size):
         raise RuntimeError(
             f"xopt::conv: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for this"
@@ -85,3 +87,30 @@ def _conv(
     ]
     memory = input.new_empty((input.shape[0], *spatial, weight_size[0]), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
+
+
+@cost_of("conv", category="conv", kernel="conv")
+def _conv_work(
+    input: Shape,
+    packed: Shape,
+    weight_size: Shape,
+    bias: Shape | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+    **options: object,
+) -> Work:
+    out = [
+        (size + before + after - step * (kernel - 1) - 1) // stride_of + 1
+        for size, kernel, stride_of, before, after, step in zip(
+            input[2:], weight_size[2:], stride, padding[::2], padding[1::2], dilation, strict=True
+        )
+    ]
+    size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[0]}"
+    depthwise = weight_size[1] == 1 and weight_size[0] == input[1]
+    flop = 2 * input[0] * math.prod(out) * math.prod(weight_size)
+    columns, terms = _matrix("conv", "weight_size", weight_size, groups)
+    itemsizes = fitting_itemsizes(packed, int(columns), int(terms))
+    return Work(size, flop, kernel="conv_depthwise" if depthwise else "", itemsizes=itemsizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
 
 
@@ -25,3 +26,8 @@ def _group_norm(
         )
     memory = input.new_empty((input.shape[0], *input.shape[2:], input.shape[1]), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
+
+
+@cost_of("group_norm", category="norm", kernel="group_norm")
+def _group_norm_work(input: Shape, groups: int, *others: object, **options: object) -> Work:
+    return Work(f"{joined(input)}, {groups} groups")

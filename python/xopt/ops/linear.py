@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from xopt.ops.costs import Shape, Work, cost_of, product, rows_of
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
 
 _HEADER_BYTES = 64
@@ -30,12 +31,22 @@ def _ceil_div(value: Size, divisor: int) -> Size:
 
 
 def packed_bytes(like: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype, gated: bool) -> Tensor:
+    return like.new_empty((_layout_bytes(out_features, in_features, dtype.itemsize, gated),), dtype=torch.uint8)
+
+
+def _layout_bytes(out_features: Size, in_features: Size, itemsize: int, gated: bool) -> Size:
     """The size of csrc/kernels/packed.h's layout."""
     panels = _ceil_div(out_features, 16 if gated else 32)
-    panel_bytes = _ceil_div(in_features * dtype.itemsize, 64) * 2 * _TILE_BYTES
-    if dtype == torch.int8:
+    panel_bytes = _ceil_div(in_features * itemsize, 64) * 2 * _TILE_BYTES
+    if itemsize == torch.int8.itemsize:
         panel_bytes += 32 * _COLUMN_BYTES
-    return like.new_empty((_HEADER_BYTES + panels * panel_bytes,), dtype=torch.uint8)
+    return _HEADER_BYTES + panels * panel_bytes
+
+
+def fitting_itemsizes(packed: Shape, out_features: int, in_features: int, gated: bool = False) -> tuple[int, ...]:
+    """Of which size a packed weight's elements can be; none: it is a part of a larger one."""
+    sizes = (torch.float32.itemsize, torch.bfloat16.itemsize, torch.int8.itemsize)
+    return tuple(size for size in sizes if _layout_bytes(out_features, in_features, size, gated) == packed[0])
 
 
 def _matrix_sizes(op: str, name: str, weight: Tensor) -> tuple[Size, Size]:
@@ -180,3 +191,32 @@ def _qlinear(
     named = {"input": input, "input_scale": input_scale, "input_zero_point": input_zero_point, "packed": packed}
     check("qlinear", named | {"bias": bias, "other": other}, (torch.uint8, torch.int8))
     return _output("qlinear", input, packed, out_features, out_dtype)
+
+
+# ---- Costs ---------------------------------------------------------------------------------------------------------
+
+
+@cost_of("linear", category="gemm", kernel="gemm")
+@cost_of("linear_norm", category="gemm", kernel="gemm")
+def _linear_work(input: Shape, packed: Shape, out_features: int, *others: object, **options: object) -> Work:
+    itemsizes = fitting_itemsizes(packed, out_features, input[-1])
+    return product(rows_of(input), out_features, input[-1], itemsizes=itemsizes)
+
+
+@cost_of("linear_gated", category="gemm", kernel="gemm")
+def _linear_gated_work(input: Shape, packed: Shape, out_features: int, *others: object, **options: object) -> Work:
+    itemsizes = fitting_itemsizes(packed, out_features, input[-1], gated=True)
+    return product(rows_of(input), out_features, input[-1], count=2, itemsizes=itemsizes)
+
+
+@cost_of("qlinear", category="gemm", kernel="gemm")
+def _qlinear_work(
+    input: Shape,
+    input_scale: Shape,
+    input_zero_point: Shape | None,
+    packed: Shape,
+    out_features: int,
+    *others: object,
+    **options: object,
+) -> Work:
+    return product(rows_of(input), out_features, input[-1])

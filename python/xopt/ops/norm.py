@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from xopt.ops.costs import Shape, Work, cost_of, rows_of
 from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
 
 
@@ -46,3 +47,9 @@ def _rms_norm(
 ) -> tuple[Tensor, Tensor]:
     check("rms_norm", {"input": input, "weight": weight, "residual": residual}, FLOATING)
     return _outputs("rms_norm", input, residual, return_sum, out_dtype)
+
+
+@cost_of("layer_norm", category="norm", kernel="norm")
+@cost_of("rms_norm", category="norm", kernel="norm")
+def _norm_work(input: Shape, *others: object, **options: object) -> Work:
+    return Work(f"{rows_of(input)}x{input[-1]}")

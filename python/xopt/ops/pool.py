@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
 
 
@@ -36,3 +37,8 @@ def _pool(
     each = zip(input.shape[2:], kernel_size, stride, padding, dilation, strict=True)
     spatial = [_output_size(*one, ceil_mode) for one in each]
     return input.new_empty((input.shape[0], *spatial, input.shape[1])).movedim(-1, 1)
+
+
+@cost_of("pool", category="reduction", kernel="pool")
+def _pool_work(input: Shape, kind: str, *, kernel_size: Sequence[int], **options: object) -> Work:
+    return Work(f"{joined(input)}, {joined(kernel_size)}")

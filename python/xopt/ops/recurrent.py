@@ -1,9 +1,12 @@
-"""The fake of recurrent networks."""
+"""The fake and the cost of recurrent networks."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
 
 
@@ -39,3 +42,25 @@ def _recurrent(
         input.new_empty((states, batch, outputs), dtype=dtype),
         input.new_empty((states, batch, hidden_size) if cell == "lstm" else (0,), dtype=dtype),
     )
+
+
+@cost_of("recurrent", category="gemm", kernel="gemm")
+def _recurrent_work(
+    input: Shape,
+    weights: list[Shape],
+    *states: object,
+    cell: str,
+    hidden_size: int,
+    proj_size: int = 0,
+    num_layers: int = 1,
+    bidirectional: bool = False,
+    **options: object,
+) -> Work:
+    outputs, directions = proj_size or hidden_size, 2 if bidirectional else 1
+    gates = {"lstm": 4, "gru": 3}.get(cell, 1)
+    terms = 0  # of all layers' products, for one position
+    for layer in range(num_layers):
+        features = input[-1] if layer == 0 else directions * outputs
+        terms += directions * (gates * hidden_size * (features + outputs) + hidden_size * proj_size)
+    size = f"{joined(input)} to {directions * outputs}, {num_layers} layers"
+    return Work(size, 2 * math.prod(input[:-1]) * terms)

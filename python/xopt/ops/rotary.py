@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
 
 
@@ -14,3 +15,8 @@ def _rotary(
         if tensor.dim() != dims:
             raise RuntimeError(f"xopt::rotary: {name}: expected {dims} dimensions, got {tensor.dim()}")
     return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+@cost_of("rotary", category="pointwise", kernel="rotary")
+def _rotary_work(query: Shape, key: Shape, *others: object, **options: object) -> Work:
+    return Work(f"{joined(query)} and {joined(key)}")

@@ -1,9 +1,10 @@
-"""The fake of interpolation."""
+"""The fake and the cost of interpolation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
 
 
@@ -26,3 +27,8 @@ def _upsample(
     if len(size) != input.dim() - 2:
         raise RuntimeError(f"xopt::upsample: size: expected {input.dim() - 2} numbers, got {len(size)}")
     return input.new_empty((input.shape[0], *size, input.shape[1])).movedim(-1, 1)
+
+
+@cost_of("upsample", category="pointwise", kernel="upsample")
+def _upsample_work(input: Shape, size: Sequence[int], *others: object, **options: object) -> Work:
+    return Work(f"{joined(input)} to {joined(size)}")

@@ -64,7 +64,8 @@ def _decide_one(path: str, module: nn.Module, untouchable: str | None, config: C
 
 
 def _replacements() -> list[type[Replacement]]:
-    return Replacement.__subclasses__()
+    """Those of the most special classes first."""
+    return sorted(Replacement.__subclasses__(), key=lambda replacement: -len(replacement.source.__mro__))
 
 
 def _find_shared(decisions: list[Decision], context: Context) -> None:

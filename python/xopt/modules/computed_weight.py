@@ -1,0 +1,88 @@
+"""A weight that torch computes in each call from other parameters, as `weight_norm` and `spectral_norm` have it.
+
+It is computed and packed once, and again when one of those parameters has changed. The parameters themselves stay as
+they are, and so do the state dict and what `module.weight` gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from xopt.modules.packed_parameter import PackedParameter
+from xopt.ops.fakes import FLOATING
+
+_COMPUTED = "_xopt_computed_weight"  # in a module's __dict__
+
+
+class ComputedWeight:
+    def __init__(self, source: torch.dtype, target: torch.dtype, layout: dict[str, Any]) -> None:
+        self._source, self._target, self._layout = source, target, layout
+        self._state: Any = None
+        self._packed: PackedParameter | None = None
+
+    def of(self, module: Any) -> PackedParameter | None:
+        """None: where it has to be computed by torch."""
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return None
+        made_from = module.parametrizations["weight"]
+        tensors = (*made_from.parameters(), *made_from.buffers())
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return None
+        state = [_state_of(tensor) for tensor in tensors]
+        if state != self._state:
+            with torch.no_grad():
+                weight = module.weight
+            usable = weight.device.type == "cpu" and weight.dtype in FLOATING
+            dtype = self._target if weight.dtype == self._source else weight.dtype  # somebody has moved the model
+            self._packed = PackedParameter.pack(weight, dtype, **self._layout) if usable else None
+            self._state = state
+        return self._packed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComputedWeight:
+        return ComputedWeight(self._source, self._target, self._layout)
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
+    """Differs once somebody has written to the tensor, or put other memory into it."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr(), tensor.dtype
+
+
+def is_computed(module: nn.Module) -> bool:
+    """Whether the weight, and nothing else, is parametrized, by torch's own means: others may do anything."""
+    if not parametrize.is_parametrized(module):
+        return False
+    made: Any = module.parametrizations
+    steps = made["weight"] if list(made) == ["weight"] else ()
+    return bool(steps) and all(type(each).__module__ == parametrizations.__name__ for each in steps)
+
+
+def computed_problem(module: Any) -> str | None:
+    """Why such a weight cannot be packed."""
+    tensors = (*module.parametrizations.parameters(), *module.parametrizations.buffers())
+    if any(tensor.device.type != "cpu" or tensor.dtype not in FLOATING for tensor in tensors):
+        return "its weight is computed from parameters of another device or dtype"
+    return None
+
+
+def pack_computed(module: Any, dtype: torch.dtype | None, **layout: Any) -> str:
+    """`layout`: what `PackedParameter.pack` has to know."""
+    with torch.no_grad():
+        source: torch.dtype = module.weight.dtype
+        computed = module.__dict__[_COMPUTED] = ComputedWeight(source, dtype or source, layout)
+        packed = computed.of(module)
+    if packed is None:
+        return "left to torch: the model is being traced"
+    return f"packed as {str(packed.dtype).removeprefix('torch.')}, and again whenever what it is computed from changes"
+
+
+def weight_of(module: Any) -> Any:
+    """The parameter that holds a module's weight, be it packed or plain; None: there is none."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        computed = module.__dict__.get(_COMPUTED)
+        return None if computed is None else computed.of(module)
+    return weight

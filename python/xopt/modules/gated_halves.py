@@ -1,0 +1,108 @@
+"""A gate and what it gates as the halves of one linear layer's result (GEGLU, SwiGLU): one product, whose halves meet
+in registers.
+
+    hidden, gate = proj(x).chunk(2, dim=-1)
+    hidden * gelu(gate)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, Node
+
+from xopt.graph.record import EXAMPLE
+from xopt.modules.activation import ACTIVATIONS, activation_of
+from xopt.modules.gated_linear import gated_product
+from xopt.modules.linear import PackedProduct, linear
+from xopt.modules.packed_parameter import PackedParameter, pack_as_halves
+from xopt.modules.pattern import (
+    MULTIPLY,
+    Pattern,
+    argument,
+    calls,
+    dtype_of,
+    is_call,
+    only_user,
+    operands,
+    replace,
+    shape_of,
+    step,
+    used_only_for,
+)
+
+
+class GatedHalves(Pattern):
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "fuse_gated_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, *MULTIPLY):
+            found = operands(node, MULTIPLY)
+            for activated, up in [] if found is None else [found, found[::-1]]:
+                gate = activation_of(activated)
+                source = None if gate is None else _halved(gate[0], up)
+                if gate is not None and source is not None and _fits(node, activated, gate[0], up, source):
+                    kwargs = gate[1] | {"gate": gate[0].args[1], "out_dtype": dtype_of(node)}
+                    replace(graph, node, gated_halves, source.args, kwargs)
+                    break
+
+
+def _halved(gate: Any, up: Any) -> Any:
+    """The product of which these are the two halves, along the last dimension."""
+    if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem)):
+        return None
+    split, places = gate.args[0], {gate.args[1], up.args[1]}
+    if up.args[0] is not split or places != {0, 1} or not is_call(split, torch.chunk, torch.split, "chunk", "split"):
+        return None
+    source = split.args[0]
+    shape, dim = shape_of(source), argument(split, 2, "dim", 0)
+    if not shape or dim not in (-1, len(shape) - 1) or shape_of(gate)[-1] * 2 != shape[-1]:
+        return None
+    return source if only_user(source) is split else None
+
+
+def _fits(node: Node, activated: Any, gate: Any, up: Any, source: Any) -> bool:
+    if source.target is not linear or set(source.kwargs) != {"out_dtype"}:
+        return False
+    weight = source.args[0].meta[EXAMPLE]._parameters["weight"]
+    return (
+        type(weight) is PackedParameter
+        and only_user(up) is node
+        and only_user(activated) is node
+        and used_only_for(gate, activated)
+        and dtype_of(node) == dtype_of(source)
+    )
+
+
+@step(lambda kwargs: f"gated halves ({kwargs['activation']})")
+def gated_halves(
+    module: PackedProduct,
+    input: torch.Tensor,
+    *,
+    gate: int,
+    activation: str,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    weight: Any = module._parameters["weight"]
+    if type(weight) is not PackedParameter or not pack_as_halves(weight, gate):
+        halves = linear(module, input, out_dtype=out_dtype).chunk(2, -1)
+        return ACTIVATIONS[activation](halves[gate], alpha, beta) * halves[1 - gate]
+    bias = module._parameters["bias"]
+    biases = (None, None) if bias is None else bias.chunk(2)
+    return gated_product(  # type: ignore[no-any-return]
+        input,
+        weight.place.packed,
+        module.out_features // 2,
+        biases[gate],
+        biases[1 - gate],
+        activation=activation,
+        alpha=alpha,
+        beta=beta,
+        out_dtype=out_dtype,
+    )

@@ -1,0 +1,96 @@
+"""Fakes of transposed convolutions and the packing of their weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from xopt.ops.conv import matrix_of
+from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+from xopt.ops.linear import check_packed, packed_bytes
+
+
+def _bytes(
+    op: str,
+    like: Tensor,
+    sizes: Sequence[int],
+    groups: int,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    dtype: torch.dtype,
+) -> int:
+    """Of all phases: csrc/ops/conv_phases.h."""
+    if groups < 1 or sizes[0] % groups != 0:
+        raise RuntimeError(f"xopt::{op}: groups: expected a divisor of the {sizes[0]} input channels, got {groups}")
+    along = []
+    for kernel, step, spread in zip(sizes[2:], stride, dilation, strict=True):
+        apart = step // math.gcd(step, spread)
+        along.append([(kernel - 1 - first) // apart + 1 for first in range(min(kernel, apart))])
+    total = 0
+    for taps in itertools.product(*along):
+        matrix = matrix_of(op, "weight", (sizes[1] * groups, sizes[0] // groups, *taps), groups)
+        total += packed_bytes(like, *matrix, dtype, gated=False).numel()
+    return total
+
+
+@fake_of("conv_transpose_pack")
+def _conv_transpose_pack(
+    weight: Tensor, groups: int = 1, *, stride: Sequence[int], dilation: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    total = _bytes("conv_transpose_pack", weight, weight.shape, groups, stride, dilation, dtype)
+    return weight.new_empty((total,), dtype=torch.uint8)
+
+
+@fake_of("conv_transpose_unpack")
+def _conv_transpose_unpack(
+    packed: Tensor,
+    weight_size: Sequence[Size],
+    groups: int,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    check_packed("conv_transpose_unpack", packed)
+    return packed.new_empty(tuple(weight_size), dtype=dtype)
+
+
+@fake_of("conv_transpose")
+def _conv_transpose(
+    input: Tensor,
+    packed: Tensor,
+    weight_size: Sequence[Size],
+    bias: Tensor | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+    scale: Tensor | None = None,
+    activation: str = "none",
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    binary: str = "none",
+    other: Tensor | None = None,
+    activation_last: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    named = {"input": input, "packed": packed, "bias": bias, "scale": scale, "other": other}
+    check("conv_transpose", named, FLOATING)
+    check_packed("conv_transpose", packed)
+    if input.dim() != len(weight_size):
+        raise RuntimeError(
+            f"xopt::conv_transpose: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for"
+            f" this weight, got shape {list(input.shape)}"
+        )
+    spatial = [
+        (size - 1) * step - 2 * before + spread * (kernel - 1) + extra + 1
+        for size, kernel, step, before, extra, spread in zip(
+            input.shape[2:], weight_size[2:], stride, padding, output_padding, dilation, strict=True
+        )
+    ]
+    memory = input.new_empty((input.shape[0], *spatial, weight_size[1] * groups), dtype=out_dtype or input.dtype)
+    return memory.movedim(-1, 1)

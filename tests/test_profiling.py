@@ -1,0 +1,433 @@
+"""Profiles: that times add up, operations are counted right, and nothing is left behind. No test knows how fast the
+machine is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+import xopt
+from tests import fresh_process
+from xopt import _C
+from xopt.profiling import Profile, roof_cache, session
+from xopt.profiling.analysis import _device_rows
+from xopt.profiling.category import CATEGORIES, device_category
+from xopt.profiling.events import DeviceKernel
+from xopt.profiling.timeline import Piece, clipped, covered, deal_out
+from xopt.roofs import KINDS, Roof, Roofs
+from xopt.runtime import CorePool, MultiStream
+
+_SMALL: Any = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+Made = tuple[nn.Module, dict[str, Any]]
+
+
+def bert(**options: Any) -> Made:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BertModel(transformers.BertConfig(**_SMALL, **options)).eval()
+    return model, {"input_ids": torch.randint(0, 1000, (2, 32))}
+
+
+def vit() -> Made:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(**_SMALL, image_size=32, patch_size=8)
+    return transformers.ViTModel(config).eval(), {"pixel_values": torch.randn(1, 3, 32, 32)}
+
+
+def resnet() -> Made:
+    transformers = pytest.importorskip("transformers")
+    return transformers.ResNetModel(transformers.ResNetConfig()).eval(), {"pixel_values": torch.randn(1, 3, 64, 64)}
+
+
+def unet() -> Made:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).eval()
+    sample, states = torch.randn(1, 4, 8, 8), torch.randn(1, 7, 32)
+    return model, {"sample": sample, "timestep": 3, "encoder_hidden_states": states}
+
+
+MODELS: dict[str, Callable[[], Made]] = {"bert": bert, "vit": vit, "resnet": resnet, "unet": unet}
+
+
+@functools.cache
+def profiled(name: str, optimized: bool) -> tuple[Profile, int]:
+    """With what flop_counter counts."""
+    model, inputs = MODELS[name]()
+    if optimized:
+        model = xopt.optimize(model, dtype=torch.bfloat16)
+    taken = xopt.profile(model, **inputs, steps=2, warmup=2, roofs=False)
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    return taken, counter.get_total_flops()
+
+
+def attention_on_cpu(taken: Profile) -> float:
+    """Operations of the kernel that flop_counter has no formula for, a step."""
+    kernels = [kernel for kernel in taken.kernels if kernel.operator == "aten::scaled_dot_product_attention"]
+    return sum(kernel.flop * kernel.calls for kernel in kernels) / taken.steps
+
+
+@pytest.mark.parametrize("optimized", [False, True], ids=["plain", "optimized"])
+@pytest.mark.parametrize("name", MODELS)
+def test_times_and_operations_add_up(name: str, optimized: bool) -> None:
+    taken, counted = profiled(name, optimized)
+    assert taken.steps == len(taken.step_seconds) == 2
+    total = sum(category.seconds for category in taken.categories.values())
+    assert total == pytest.approx(taken.wall_seconds, rel=0.02)
+    assert total == pytest.approx(sum(kernel.seconds for kernel in taken.kernels))
+    assert set(taken.categories) <= set(CATEGORIES)
+    assert "other" not in taken.categories or taken.categories["other"].seconds < 0.05 * total
+    assert taken.flop - attention_on_cpu(taken) == counted > 0
+    ours = {kernel.operator for kernel in taken.kernels if kernel.operator.startswith("xopt::")}
+    assert bool(ours) == optimized
+
+
+def test_names_say_what_is_fused_and_which_level_ran() -> None:
+    taken, _ = profiled("bert", True)
+    names = {kernel.name: kernel for kernel in taken.kernels}
+    level = _C.find_kernel("gemm", "bf16")
+    up = names[f"linear[bf16,{level}]+bias+gelu_erf 64x128x64"]
+    assert (up.calls, up.category, up.module) == (4, "gemm", "encoder.layer.*.intermediate.dense")
+    assert up.flop == 2 * 64 * 128 * 64
+    down = names[f"linear_norm[bf16,{level}]+bias+residual+layer_norm 64x64x128"]
+    assert down.module == "encoder.layer.*.output.dense"
+    packed = 64 + 2 * 4 * 2048  # header; panels of 32 columns, of which 32 terms take 2048 bytes
+    activations, vectors = 64 * (128 + 64 + 64) * 2, 3 * 64 * 4
+    assert down.bytes == packed + activations + vectors
+
+
+def test_each_operator_that_computes_says_what_it_costs() -> None:
+    operators = {name.removeprefix("xopt::") for name in torch._C._dispatch_get_all_op_names() if "xopt::" in name}
+    computing = {name.partition(".")[0] for name in operators if not re.search(r"_(un)?pack(_|$)", name)}
+    assert computing == set(xopt.ops.costs.COSTS)
+
+
+def test_work_that_xopt_could_have_taken_is_a_fallback() -> None:
+    config = xopt.Config(fuse_attention=False)
+    model, inputs = bert()
+    taken = xopt.profile(xopt.optimize(model, config=config), **inputs, steps=1, warmup=1, roofs=False)
+    assert any(kernel.category == "fallback" and "attention" in kernel.operator for kernel in taken.kernels)
+    plain, _ = profiled("bert", False)
+    assert "fallback" not in plain.categories
+
+
+def test_an_optimized_model_stays_fused_and_nothing_is_left_behind() -> None:
+    model, inputs = bert()
+    model = xopt.optimize(model)
+    taken = xopt.profile(model, **inputs, steps=1, warmup=1, roofs=False)
+    assert any("+gelu" in kernel.name for kernel in taken.kernels)
+    assert not hooks._global_forward_hooks
+    assert not hooks._global_forward_pre_hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    _C.start_trace()
+    _C.stop_trace()
+    with torch.inference_mode():
+        model(**inputs)
+    assert not _C.trace_entries()
+
+
+def test_a_profile_goes_to_json_and_back() -> None:
+    taken, _ = profiled("bert", True)
+    again = Profile.from_json(taken.to_json())
+    assert again == taken
+    assert str(again) == str(taken)
+    with pytest.raises(ValueError, match="expected a profile"):
+        Profile.from_json("{}")
+
+
+def test_the_trace_holds_each_piece(tmp_path: pathlib.Path) -> None:
+    taken, _ = profiled("bert", True)
+    taken.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    pieces = [event for event in events if event["ph"] == "X" and event["cat"] != "step"]
+    assert len(pieces) == len(taken.timeline)
+    steps = [event for event in events if event["ph"] == "X" and event["cat"] == "step"]
+    assert [step["dur"] for step in steps] == pytest.approx([seconds * 1e6 for seconds in taken.step_seconds])
+    assert all(event["ts"] + event["dur"] <= steps[-1]["ts"] + steps[-1]["dur"] * 1.02 for event in pieces)
+
+
+def test_memory_of_a_step_is_counted() -> None:
+    taken = xopt.profile(torch.relu, torch.randn(1000), steps=1, warmup=0, roofs=False)
+    assert (taken.memory.allocations, taken.memory.allocated_bytes) == (1, 4000)
+
+
+# ---- The context -----------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_one_step_and_finds_its_modules() -> None:
+    model, inputs = bert()
+    with xopt.profiler(roofs=False) as taken, torch.no_grad():
+        assert "nothing was profiled yet" in str(taken)
+        model(**inputs)
+    assert taken.steps == 1
+    assert taken.title == "BertModel"
+    assert any(kernel.module == "BertModel.encoder.layer.*.output.dense" for kernel in taken.kernels)
+    assert taken.modules["BertModel.encoder"].kind == "BertEncoder"
+
+
+def test_an_exception_passes_and_the_profile_so_far_is_kept() -> None:
+    def half_of_it() -> None:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        _ = 1 // 0
+
+    started = xopt.profiler(roofs=False)
+    with pytest.raises(ZeroDivisionError), started:
+        half_of_it()
+    taken = started.profile
+    assert taken.error == "ZeroDivisionError: integer division or modulo by zero"
+    assert any(kernel.category == "gemm" and kernel.flop == 2 * 64**3 for kernel in taken.kernels)
+    assert not hooks._global_forward_hooks
+
+
+def test_streams_run_side_by_side_and_still_add_up() -> None:
+    pool = CorePool()
+    model = xopt.optimize(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval())
+    streams = MultiStream(model, [pool, pool])
+    taken = xopt.profile(streams, torch.randn(64, 256), steps=2, warmup=1, roofs=False)
+    assert len({row[3] for row in taken.timeline if row[5] == "gemm"}) == 2
+    assert sum(category.seconds for category in taken.categories.values()) == pytest.approx(
+        taken.wall_seconds, rel=0.02
+    )
+    products = [kernel for kernel in taken.kernels if kernel.category == "gemm"]
+    assert sum(kernel.calls for kernel in products) == 2 * 2 * 2
+    assert all(kernel.module in ("model.*",) for kernel in products)
+
+
+def test_threads_of_a_region_are_watched() -> None:
+    if torch.get_num_threads() < 2:
+        pytest.skip("NOT RUN: torch uses one thread")
+    model = xopt.optimize(nn.Sequential(nn.Linear(512, 512)).eval())
+    taken = xopt.profile(model, torch.randn(256, 512), steps=2, warmup=1, roofs=False)
+    kernel = next(kernel for kernel in taken.kernels if kernel.category == "gemm")
+    assert kernel.thread_efficiency is not None
+    assert 0 < kernel.thread_efficiency <= 1
+    assert taken.thread_efficiency == pytest.approx(kernel.thread_efficiency)
+
+
+def test_compiled_kernels_have_names() -> None:
+    program = """
+        import torch, xopt
+        from torch import nn
+
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)).eval()
+        taken = xopt.profile(torch.compile(model), torch.randn(32, 64), steps=2, warmup=2, roofs=False)
+        loops = [kernel for kernel in taken.kernels if "cpp_fused" in kernel.name]
+        assert loops, [kernel.name for kernel in taken.kernels]
+        assert {kernel.category for kernel in loops} == {"norm"}, loops
+        total = sum(category.seconds for category in taken.categories.values())
+        assert abs(total / taken.wall_seconds - 1) < 0.02
+        assert taken.flop == 2 * 32 * 64 * 64, taken.flop
+        print("fine")
+    """
+    assert fresh_process.output_of(program).endswith("fine")
+
+
+def test_a_graph_that_was_compiled_before_is_one_row() -> None:
+    program = """
+        import torch, xopt
+        from torch import nn
+
+        before = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)).eval())
+        rows = torch.randn(32, 64)
+        with torch.inference_mode():
+            before(rows)
+        taken = xopt.profile(before, rows, steps=2, warmup=1, roofs=False)
+        loops = [kernel for kernel in taken.kernels if kernel.name == "loops of a compiled graph"]
+        assert [(kernel.category, kernel.calls) for kernel in loops] == [("pointwise", 2)], taken.kernels
+        assert taken.flop == 2 * 32 * 64 * 64, taken.flop
+        assert any("are not told apart" in finding for finding in taken.findings)
+        print("fine")
+    """
+    assert fresh_process.output_of(program).endswith("fine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"steps": 0}, "steps: expected a whole number of at least 1, got 0"), ({"warmup": -1}, "warmup: expected")],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        xopt.profile(torch.relu, torch.ones(1), **arguments)
+
+
+def test_importing_xopt_does_not_import_the_profiler() -> None:
+    program = """
+        import sys, xopt
+        assert not any(name.startswith("xopt.profiling") for name in sys.modules)
+        assert callable(xopt.profile) and callable(xopt.profiler)
+    """
+    fresh_process.output_of(program)
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
+
+_SCRIPT = """
+import sys, torch
+print("arguments", sys.argv[1:], __name__)
+torch.ones(128, 128) @ torch.ones(128, 128)
+if "fail" in sys.argv:
+    raise RuntimeError("half-way")
+sys.exit(3 if "exit" in sys.argv else 0)
+"""
+
+
+@pytest.mark.parametrize(("argument", "status", "error"), [("go", 0, None), ("exit", 3, "SystemExit: 3")])
+def test_a_script_is_profiled_and_keeps_its_exit_status(
+    tmp_path: pathlib.Path, argument: str, status: int, error: str | None
+) -> None:
+    taken, done = run_script(tmp_path, argument)
+    assert done.returncode == status, done.stderr
+    assert f"arguments ['{argument}'] __main__" in done.stdout
+    assert taken.error == error
+    assert any(kernel.flop == 2 * 128**3 for kernel in taken.kernels)
+
+
+def test_a_script_that_raises_half_way_keeps_the_profile_so_far(tmp_path: pathlib.Path) -> None:
+    taken, done = run_script(tmp_path, "fail")
+    assert done.returncode == 1
+    assert "RuntimeError: half-way" in done.stderr
+    assert taken.error == "RuntimeError: half-way"
+    assert any(kernel.flop == 2 * 128**3 for kernel in taken.kernels)
+
+
+def run_script(folder: pathlib.Path, argument: str) -> tuple[Profile, Any]:
+    script, data = folder / "script.py", folder / "profile.json"
+    script.write_text(_SCRIPT)
+    options = ["--no-roofs", "--json", str(data), str(script), argument]
+    done = fresh_process.run("-m", "xopt.profiling", *options)
+    return Profile.from_json(data.read_text()), done
+
+
+def test_two_profiles_are_compared(tmp_path: pathlib.Path) -> None:
+    files = []
+    for name, optimized in (("before", False), ("after", True)):
+        taken, _ = profiled("bert", optimized)
+        files.append(str(tmp_path / name))
+        pathlib.Path(files[-1]).write_text(taken.to_json())
+    done = fresh_process.run("-m", "xopt.profiling", "--diff", *files)
+    assert done.returncode == 0, done.stderr
+    assert "gone" in done.stdout
+    assert "new" in done.stdout
+    assert fresh_process.run("-m", "xopt.profiling", "--diff", files[0], str(tmp_path / "missing")).returncode == 2
+
+
+# ---- Time ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_moment_of_a_step_is_dealt_out_once() -> None:
+    one, two = object(), object()
+    pieces = [Piece(0, 4, 1, one), Piece(2, 8, 2, two), Piece(9, 20, 1, one)]
+    shares, idle = deal_out(pieces, [(1, 10), (12, 14)])
+    assert shares == {id(one): 1 + 1 + 1 + 2, id(two): 1 + 4}
+    assert idle == 1
+    assert sum(shares.values()) + idle == 11
+    inside = [(step, piece.start, piece.end) for step, piece in clipped(pieces, [(1, 10), (12, 14)])]
+    assert inside == [(0, 1, 4), (0, 2, 8), (0, 9, 10), (1, 12, 14)]
+    assert covered([(0, 4), (2, 8), (9, 20)]) == 19
+
+
+# ---- Roofs -----------------------------------------------------------------------------------------------------------
+
+
+def test_roofs_are_measured_once_and_again_on_demand(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[int] = []
+
+    def measure(threads: int) -> Roofs:
+        measured.append(threads)
+        return Roofs(threads, {kind: Roof(1e9 * len(measured), "made up") for kind in KINDS})
+
+    monkeypatch.setattr(roof_cache, "measure_roofs", measure)
+    monkeypatch.setattr(roof_cache, "_COPY_BYTES", 1 << 16)
+    first = roof_cache.roofs_of_machine(1)
+    assert (measured, first.read) == ([1, 1], 2e9)  # the better of two
+    assert first.by_kind[roof_cache.COPY].per_second > 0
+    assert roof_cache.roofs_of_machine(1) == first
+    assert len(measured) == 2
+    assert roof_cache.roofs_of_machine(2) != first
+    assert roof_cache.roofs_of_machine(1, remeasure=True).read > first.read
+    assert roof_cache.roofs_of_machine(1).read > first.read
+    for file in roof_cache.cache_folder().iterdir():
+        file.write_text("{")  # a file that is damaged is measured anew
+    count = len(measured)
+    roof_cache.roofs_of_machine(1)
+    assert len(measured) == count + 2
+
+
+def test_kernels_are_compared_with_the_roof_of_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"f32": 1e9, "bf16": 4e9, "int8": 8e9, "read": 1e12, "copy": 1e12}
+    made_up = Roofs(1, {kind: Roof(rate, "made up") for kind, rate in rates.items()})
+    monkeypatch.setattr(session, "roofs_of_machine", lambda threads: made_up)
+    model = nn.Linear(256, 256).eval()
+    for dtype, peak in ((torch.float32, 1e9), (torch.bfloat16, 4e9)):
+        optimized = xopt.optimize(model, dtype=dtype, inplace=False)
+        taken = xopt.profile(nn.Sequential(optimized), torch.randn(64, 256), steps=1, warmup=1)
+        kernel = next(kernel for kernel in taken.kernels if kernel.category == "gemm")
+        assert kernel.share_of_roof == pytest.approx(kernel.flop_per_second / peak)
+        assert kernel.bound == "compute"
+
+
+# ---- Findings, other devices -----------------------------------------------------------------------------------------
+
+
+def test_layout_changes_are_found_and_named() -> None:
+    class Bouncing(nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            for _ in range(20):
+                image = image.contiguous(memory_format=torch.channels_last).contiguous()
+            return image
+
+    taken = xopt.profile(nn.Sequential(Bouncing()), torch.randn(4, 16, 64, 64), steps=2, warmup=1, roofs=False)
+    finding = next(finding for finding in taken.findings if "layout changes" in finding)
+    assert "around `*`" in finding
+    assert "channels_last would remove them" in finding
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "category"),
+    [
+        ("triton_poi_fused_add_gelu_0", "", "pointwise"),
+        ("triton_red_fused_mean_1", "", "reduction"),
+        ("triton_per_fused_native_layer_norm_2", "", "persistent reduction"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "aten::mm", "gemm"),
+        ("nvjet_hsh_128x256", "aten::addmm", "gemm"),
+        ("cudnn::implicit_convolve_sgemm", "aten::cudnn_convolution", "conv"),
+        ("void pytorch_flash::flash_fwd_kernel", "", "attention"),
+        ("Memcpy HtoD (Pageable -> Device)", "aten::copy_", "reorder"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "aten::relu", "pointwise"),
+        ("void at::native::reduce_kernel<512>", "aten::sum", "reduction"),
+    ],
+)
+def test_kernels_of_other_devices_have_categories(name: str, op: str, category: str) -> None:
+    assert device_category(name, op) == category
+
+
+def test_kernels_of_other_devices_are_told_by_device_with_the_time_it_was_busy() -> None:
+    kernels = [
+        DeviceKernel("triton_poi_fused_0", 0, 1000, "cuda:0", 7, ""),
+        DeviceKernel("triton_poi_fused_0", 500, 2000, "cuda:0", 8, ""),
+        DeviceKernel("nvjet_0", 3000, 4000, "cuda:1", 7, "aten::mm"),
+    ]
+    rows = {(row["device"], row["category"]): row for row in _device_rows(kernels)}
+    assert rows["cuda:0", "pointwise"]["calls"] == 2
+    assert rows["cuda:0", "pointwise"]["seconds"] == pytest.approx(2.5e-6)
+    assert rows["cuda:0", "busy"]["seconds"] == pytest.approx(2e-6)
+    assert rows["cuda:1", "gemm"]["seconds"] == pytest.approx(1e-6)
