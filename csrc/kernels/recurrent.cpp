@@ -24,8 +24,10 @@ Kernel<RecurrentRowsFn> rows_kernel("recurrent_rows", "f32");
 // A GEMM takes other instructions for up to 4 rows, so a job that has few because of the number of threads would have
 // other roundings.
 constexpr int64_t kLeastRowsOfAJob = 8;
-constexpr int64_t kInputRows = 64;          // of one product: fewer would read the input's weight too often
-constexpr int64_t kInputBytes = 32 * 1024;  // or more rows, as long as their sums take no more than this
+
+// Rows of one product of the input. Their sums wait for the gates, near by; but a weight that does not stay in L2 is
+// read anew for each.
+constexpr int64_t kInputRows = 64, kInputRowsOfLargeWeights = 256;
 
 // Sums of the hidden state that gates are to find in L1. Each group copies the hidden state for its product, which
 // vector blocks do for each 8 panels anyway, while with tiles one copy serves all panels of a product.
@@ -40,6 +42,7 @@ struct Range {
 Range share(int64_t total, int64_t parts, int64_t part) { return {total * part / parts, total * (part + 1) / parts}; }
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t bytes_of(const PackedWeight& weight) { return weight.panels * weight.panel_bytes; }
 int64_t blocks_of(int64_t units) { return (units + kRecurrentBlock - 1) / kRecurrentBlock; }
 
 void* at(void* data, DType dtype, int64_t index) { return static_cast<uint8_t*>(data) + index * dtype_size(dtype); }
@@ -50,8 +53,8 @@ const void* at(const void* data, DType dtype, int64_t index) {
 // How threads share the work; a function of the call and of how many of them there are.
 struct Sharing {
   Sharing(const RecurrentCall& call, int threads) {
-    const int64_t weight_bytes = call.direction[0].hidden_weight.panels * call.direction[0].hidden_weight.panel_bytes;
-    const bool may_split_rows = call.first_row == nullptr && weight_bytes <= cpu_features().l2_bytes;
+    const bool stays = bytes_of(call.direction[0].hidden_weight) <= cpu_features().l2_bytes;
+    const bool may_split_rows = call.first_row == nullptr && stays;
     const int64_t wanted = (threads + call.directions - 1) / call.directions;
     row_groups = may_split_rows ? most(1, least(wanted, call.batch / kLeastRowsOfAJob)) : 1;
     jobs = call.directions * static_cast<int>(row_groups);
@@ -92,8 +95,8 @@ class Worker {
         hidden_weight_(direction_.hidden_weight.columns(first_sum(), sums_)),
         input_weight_(direction_.input_weight.columns(first_sum(), sums_)),
         out_(at(call.out, call.out_dtype, direction * call.outputs)) {
-    const int64_t bytes_of_a_row = blocks_of(call.units) * gates_ * kRecurrentBlock * 4;
-    const int64_t input_rows = most(kInputRows, kInputBytes / bytes_of_a_row);
+    const bool stays = bytes_of(direction_.input_weight) <= cpu_features().l2_bytes;
+    const int64_t input_rows = stays ? kInputRows : kInputRowsOfLargeWeights;
     chunk_steps_ = least(most(1, input_rows / rows.size()), call.steps);
     const int64_t group_bytes = most(kGroupPanels * kPanelColumns * 4 * rows.size(), kGroupBytes);
     group_blocks_ = most(1, group_bytes / (gates_ * kRecurrentBlock * 4 * rows.size()));

@@ -28,8 +28,9 @@ class Barrier {
   void give_up() { broken_.store(true, std::memory_order_release); }
 
  private:
-  // The others are a microsecond behind, unless the machine has fewer free cores than threads: then they need this one.
-  static constexpr int kSpins = 500;
+  // A few microseconds: the others are no further behind, unless there are fewer free cores than threads, and then they
+  // may need this one.
+  static constexpr int kSpins = 64;
 
   void wait_while(unsigned phase) const {
     int spins = 0;
