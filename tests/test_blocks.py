@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xopt
 
@@ -581,6 +582,20 @@ class Untouched(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return functional.relu(self.linear(x)), x.transpose(0, 1) * 1
+
+
+def test_on_another_device_it_runs_its_own_forward() -> None:
+    class NoneOfOurs(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert "xopt" not in str(func)
+            return func(*args, **(kwargs or {}))
+
+    model = xopt.optimize(PreNorm().eval().requires_grad_(False), dtype=torch.float32)
+    model(torch.randn(3, 64))
+    model.to("meta")
+    with NoneOfOurs():
+        for _ in range(3):
+            assert model(torch.randn(3, 64, device="meta")).is_meta
 
 
 def test_a_block_does_not_return_what_it_was_given() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import xopt  # noqa: F401 - loads the operators
+
 ops = torch.ops.xopt
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+import xopt  # noqa: F401 - loads the operators
+
 ROOT = pathlib.Path(__file__).parent.parent
 COUNTS = (1, 2, 3, 5, 8)
 # One row, few rows, several blocks of rows, few columns, many columns, a long sum.

@@ -252,7 +252,7 @@ def test_pipeline() -> None:
     source = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=len(words), **SMALL)).eval()
     texts = ["a [MASK] model", "a small [MASK]"]
     answers = [
-        transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer)(texts)
+        transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer, device="cpu")(texts)
         for model in (source, xopt.optimize(source, dtype=torch.float32))
     ]
     for expected, found in zip(*answers, strict=True):

@@ -196,11 +196,11 @@ XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, 
 // Several panels are done row by row, so that a row of the output is written in one go.
 template <class Acc, Activation A, Out O, Other B>
 void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
+  const int64_t at_once = strip.columns <= kPanelColumns ? end - begin : 1;
   OutRows rows(call.epilogue, strip.out_row + begin);
-  if (strip.columns <= kPanelColumns) return finish_panel<Acc, A, O, B>(call, strip, rows, 0, begin, end);
-  for (int64_t row = begin; row < end; ++row, rows.next()) {
+  for (int64_t row = begin; row < end; row += at_once, rows.next()) {
     for (int64_t panel = 0; panel * kPanelColumns < strip.columns; ++panel) {
-      finish_panel<Acc, A, O, B>(call, strip, rows, panel, row, row + 1);
+      finish_panel<Acc, A, O, B>(call, strip, rows, panel, row, row + at_once);
     }
   }
 }

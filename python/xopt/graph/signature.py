@@ -1,7 +1,7 @@
 """What kind of call a block gets: the part of its arguments that a recorded graph takes for granted.
 
-Tensors count by dtype and number of dimensions, numbers, flags and None by value, other objects by class. Sizes do not
-count: a graph is recorded once for all of them.
+Tensors count by dtype, number of dimensions and whether they are on the CPU, numbers, flags and None by value, other
+objects by class. Sizes do not count: a graph is recorded once for all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, li
 def _flatten(value: Any, key: list[Any], values: list[Any]) -> None:
     kind = type(value)
     if kind in _TENSORS:
-        key.append((value.dtype, value.ndim, value.layout))
+        key.append((value.dtype, value.ndim, value.layout, value.is_cpu))
         values.append(value)
     elif kind in _CONSTANTS:
         key.append((kind, value))

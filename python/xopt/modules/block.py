@@ -95,6 +95,8 @@ class Programs:
         try:
             if any(hooked(part) for part in module.modules() if part is not module):
                 raise CannotRecord("there is a hook inside")
+            if not all(value.is_cpu for value in signature(args, kwargs)[1] if is_tensor(value)):
+                raise CannotRecord("its inputs are not on the CPU")
             recorder = record(module, forward, args, kwargs)
             fused = apply_patterns(recorder, self.config)
             program = Program(module, recorder) if fused else None
