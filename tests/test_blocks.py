@@ -584,6 +584,28 @@ class Untouched(nn.Module):
         return functional.relu(self.linear(x)), x.transpose(0, 1) * 1
 
 
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.query(x), self.key(x), self.value(x)], -1)
+
+
+def test_changed_biases_of_merged_layers_are_seen() -> None:
+    model = xopt.optimize(Siblings().eval().requires_grad_(False), dtype=torch.float32)
+    x = torch.randn(3, 64)
+    before = model(x)
+    assert "merged linear" in str(xopt.report(model))
+    by_layer = [0.0, 1.0, 2.0]
+    model.key.bias.add_(by_layer[1])
+    model(x)
+    model.value.bias = nn.Parameter(model.value.bias + by_layer[2], requires_grad=False)
+    assert torch.allclose(model(x) - before, torch.tensor(by_layer).repeat_interleave(64).expand(3, -1), atol=1e-5)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
 def test_on_another_device_it_runs_its_own_forward() -> None:
     class NoneOfOurs(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
