@@ -598,10 +598,12 @@ def test_changed_biases_of_merged_layers_are_seen() -> None:
     x = torch.randn(3, 64)
     before = model(x)
     assert "merged linear" in str(xopt.report(model))
-    by_layer = [0.0, 1.0, 2.0]
+    by_layer = [3.0, 1.0, 2.0]
     model.key.bias.add_(by_layer[1])
     model(x)
     model.value.bias = nn.Parameter(model.value.bias + by_layer[2], requires_grad=False)
+    model(x)
+    model.query.bias.data.add_(by_layer[0])  # which no version counts
     assert torch.allclose(model(x) - before, torch.tensor(by_layer).repeat_interleave(64).expand(3, -1), atol=1e-5)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 

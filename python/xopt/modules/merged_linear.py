@@ -13,10 +13,8 @@ from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
 from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
-from xopt.modules.remembered import remembered
 
 _linear = torch.ops.xopt.linear.default
-_BIAS = "_xopt_merged_bias"
 
 
 class MergeSiblings(Pattern):
@@ -70,6 +68,6 @@ def merged_linear(
         return tuple(linear(module, input, out_dtype=out_dtype) for module in modules)
     biases: list[Any] = [module._parameters["bias"] for module in modules]
     sizes = [module.out_features for module in modules]
-    bias = None if biases[0] is None else remembered(modules[0], _BIAS, tuple(biases), lambda: torch.cat(biases))
+    bias = None if biases[0] is None else torch.cat(biases)
     together = _linear(input, weights[0].place.packed, sum(sizes), bias, out_dtype=out_dtype)
     return together.split_with_sizes(sizes, -1)  # type: ignore[no-any-return]
