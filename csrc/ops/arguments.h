@@ -105,7 +105,8 @@ class Integers {
   explicit Integers(StableListHandle list);
   int64_t size() const { return size_; }  // as given, also where that is more than kMost
   int64_t operator[](int64_t i) const { return values_[i]; }
-  std::string text() const;  // "[2, 3]"
+  const int64_t* data() const { return values_; }  // zeros after the last
+  std::string text() const;                        // "[2, 3]"
 
  private:
   int64_t size_ = 0;
