@@ -142,7 +142,9 @@ class RasterThread {
       call.acc = sums(block, panel - panels.begin);
       fetch_ahead(block, last ? panel + panels.size() : panel, last ? 0 : k_tile + call.k_tiles, last_panel, &call);
       background_.prefetches.clear();
-      if (last && call.k_tiles > 0) prefetch_other(outputs.row(), rows(at), panel, call.k_tiles);
+      if (last && call.k_tiles > 0) {
+        background_.prefetches.add_other(call_.epilogue, outputs.row(), rows(at), panel * kPanelColumns, call.k_tiles);
+      }
       background_.begin_block();
       Block::run(rows(at), call, background_);
       if (last) finish_sums(outputs, rows(at), panel, call);
@@ -167,26 +169,9 @@ class RasterThread {
   }
 
   void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel, const BlockCall& call) {
-    EpilogueStrip done{};
-    done.acc = call.acc;
-    done.acc_panel_stride = kAccBytes / 4;
-    done.panel = panel;
-    done.column = panel * kPanelColumns;
-    done.columns = minimum(kPanelColumns, w_.n - done.column);
-    column_turn_ ^= 1;
-    column_values_[column_turn_].fill(call_.epilogue, false, w_.n, done.column, 1, &done);
+    const EpilogueStrip done = strips_.next(call_.epilogue, w_, {panel, panel + 1}, call.acc);
     background_.defer_epilogue(&call_, done, rows, call.k_tiles, outputs);
     turn_ ^= 1;
-  }
-
-  // The part of `other` that the epilogue will read.
-  void prefetch_other(int64_t row, int64_t rows, int64_t panel, int64_t k_tiles) {
-    const Epilogue& e = call_.epilogue;
-    if (e.binary == Binary::none || e.other_row_stride == 0) return;
-    const int64_t size = dtype_size(e.other_dtype), stride = e.other_row_stride * size;
-    const int64_t at_once = ceil_div(rows, k_tiles);
-    const auto* first = static_cast<const uint8_t*>(e.other) + row * stride + panel * kPanelColumns * size;
-    background_.prefetches.add({first, at_once * stride, stride, at_once});
   }
 
   const GemmCall& call_;
@@ -197,9 +182,9 @@ class RasterThread {
 
   uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: sums of the chunk, or of two blocks in turns
   const int64_t* offsets_ = nullptr;
-  int64_t plane_bytes_ = 0, turn_ = 0, column_turn_ = 0;
-  ColumnValues column_values_[2];  // of the sums that wait for their epilogue, and of those under way
-  Range blocks_{};                 // the chunk
+  int64_t plane_bytes_ = 0, turn_ = 0;
+  Strips<Block> strips_;
+  Range blocks_{};  // the chunk
 };
 
 template <class Block>
