@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -135,10 +135,15 @@ def _packed_share(entries: list[Entry]) -> float:
 
 def report(model: nn.Module) -> Report:
     """The report of the `optimize` call that made this model, with what its blocks have come to since."""
-    found: Any = model.__dict__.get(ATTRIBUTE)
-    if not isinstance(found, Report):
+    found: Report | None = model.__dict__.get(ATTRIBUTE)
+    if found is None:
         raise ValueError(f"report: model: expected what xopt.optimize returned, got a {type(model).__name__} without")
     return dataclasses.replace(found, fusions=tuple(_fusions(model)))
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether xopt.optimize returned it, and `report` tells of it."""
+    return isinstance(model.__dict__.get(ATTRIBUTE), Report)
 
 
 def _fusions(model: nn.Module) -> Iterator[Fusion]:

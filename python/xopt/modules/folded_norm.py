@@ -52,9 +52,11 @@ def _versions(sources: tuple[Tensor | None, ...]) -> list[int] | None:
 
 
 def folded(
-    module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...], eps: float
-) -> tuple[Tensor, Tensor]:
-    """Factor and addend for the sums of a layer, whose own bias is in the addend."""
+    module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...] | None, eps: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """Factor and addend for the sums of a layer, whose own bias is in the addend, which is that bias without a norm."""
+    if norm is None:
+        return None, own_bias
     sources = (*norm, own_bias)
     cached: _Folded | None = module.__dict__.get(_FOLDED)
     if cached is None or not cached.holds(sources, eps):
