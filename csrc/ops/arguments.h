@@ -73,6 +73,8 @@ class Tensor {
   std::string shape_text() const;  // "[2, 3]"
 
  private:
+  static Tensor adopt(void* data, const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
+                      void (*deleter)(void* data, void* context));
   static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order);
   Tensor copied_to(Tensor copy) const;
   DType copied_dtype() const;
