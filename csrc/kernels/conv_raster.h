@@ -26,8 +26,11 @@ struct NothingToCopy {
 
 template <class Block>
 struct RasterPlan {
-  explicit RasterPlan(const ConvCall& call)
-      : raster(call.input), image_blocks(ceil_div(raster.span(), Block::kRows)), blocks(call.images * image_blocks) {
+  explicit RasterPlan(const ConvCall& call, bool lines = false)
+      : whole_lines(lines),
+        raster(call.input, lines),
+        image_blocks(ceil_div(raster.span(), Block::kRows)),
+        blocks(call.images * image_blocks) {
     const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
     const int64_t image = image_blocks * Block::kRows + raster.reach();
     const int64_t positions = l2 / 2 / raster.position_bytes();
@@ -44,10 +47,11 @@ struct RasterPlan {
   // panel's product for each step.
   bool pays(const ConvCall& call, int64_t panels) const {
     const int64_t patches = ceil_div(call.images * output_positions(call.input), Block::kRows);
-    return fits && call.input.channels > 0 && call.input.channels % Block::kTileK == 0 &&
-           blocks * panels <= patches * (panels + 1);
+    return fits && call.input.channels > 0 && call.input.channel_stride == 1 &&
+           call.input.channels % Block::kTileK == 0 && blocks * panels <= patches * (panels + 1);
   }
 
+  const bool whole_lines;  // of the kernel are positions of the raster
   const Raster raster;
   int64_t image_blocks, blocks, chunk_blocks, chunk_panels, k_blocks, k_block_tiles;
   bool fits;  // a row block's raster, in L2
@@ -194,7 +198,7 @@ void conv_on_raster(const ConvCall& call, const RasterPlan<Block>& plan) {
   first.m = plan.blocks * Block::kRows;
   const GemmPlan<Block> grid(first);
   each_part(call, grid, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels) {
-    const Raster raster(product_input(call, product));
+    const Raster raster(product_input(call, product), plan.whole_lines);
     RasterThread<Block>(gemm, raster, plan, epilogue).compute(blocks, panels);
   });
 }

@@ -83,7 +83,7 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   for (int64_t i = 0; i < layout.dims; ++i) sizes[2 + i] = call.input.out[3 - layout.dims + i];
   Tensor out = conv_output(kOp, input, &arguments.bias, &arguments.after, sizes, dims, &call.epilogue);
   if (out.numel() > 0) {
-    set_input(&input, &call.input);
+    set_input(&input, &call.input, takes_any_layout(call.input, layout));
     run_conv(call, input, layout);
   }
   return_tensor(stack, 0, std::move(out));

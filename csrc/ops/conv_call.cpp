@@ -84,6 +84,12 @@ Tensor conv_output(const char* op, const Tensor& input, Tensor* bias, ConvAfter*
   return out;
 }
 
+bool takes_any_layout(const PatchesView& view, const ConvLayout& layout) {
+  constexpr int64_t kMostChannels = 16;
+  return layout.products() == 1 && !layout.depthwise && layout.product_channels() <= kMostChannels &&
+         !is_product(view, layout);
+}
+
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
   RowsView rows;
   if (is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &rows))) {

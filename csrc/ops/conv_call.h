@@ -25,6 +25,9 @@ struct ConvAfter {
 Tensor conv_output(const char* op, const Tensor& input, Tensor* bias, ConvAfter* after, const int64_t* sizes,
                    int64_t dims, Epilogue* epilogue);
 
+// Whether the kernel takes an input's channels from anywhere: where they are few, it copies them side by side itself.
+bool takes_any_layout(const PatchesView& view, const ConvLayout& layout);
+
 // `input`: the tensor that the call's view is of.
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout);
 
