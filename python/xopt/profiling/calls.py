@@ -1,7 +1,8 @@
 """From operators to kernels: which calls did the work, and which pieces of time are theirs.
 
 An operator that does work owns what it calls, but for copies and allocations, which are calls of their own. One that
-only calls others, or makes a view, is framework overhead, as is the time between operators.
+only calls others, or makes a view, is framework overhead, as is the time between operators and what it takes to launch
+kernels of other devices.
 """
 
 from __future__ import annotations
@@ -76,11 +77,15 @@ class _Cutter:
             self.pieces.append(Piece(reached, op.end, op.thread, call))
 
     def _call_of(self, op: Op, around: Call | None) -> Call:
-        category = category_of(op.name, op.overload)
+        category = OVERHEAD if op.launches else category_of(op.name, op.overload)
         within = around if around is not None and around.category != OVERHEAD and around.absorbs else None
         if within is not None and (category not in NESTED_APART or within.category == category):
             return within
-        if is_compiled_graph(op.name) and not any(is_compiled_kernel(inner.name) for inner in op.walk()):
+        if (
+            is_compiled_graph(op.name)
+            and not op.launches
+            and not any(is_compiled_kernel(inner.name) for inner in op.walk())
+        ):
             return self._add(Call(COMPILED_LOOPS, POINTWISE, op.module, op, absorbs=False))
         if category == OVERHEAD:
             key = op.name, op.module
