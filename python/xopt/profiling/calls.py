@@ -81,11 +81,8 @@ class _Cutter:
         within = around if around is not None and around.category != OVERHEAD and around.absorbs else None
         if within is not None and (category not in NESTED_APART or within.category == category):
             return within
-        if (
-            is_compiled_graph(op.name)
-            and not op.launches
-            and not any(is_compiled_kernel(inner.name) for inner in op.walk())
-        ):
+        of_cpu = is_compiled_graph(op.name) and not op.launches
+        if of_cpu and not any(is_compiled_kernel(inner.name) for inner in op.walk()):
             return self._add(Call(COMPILED_LOOPS, POINTWISE, op.module, op, absorbs=False))
         if category == OVERHEAD:
             key = op.name, op.module
