@@ -104,7 +104,8 @@ def _add_kernels(
     for call in calls:
         work = None
         if call.op is not None:
-            key = call.op.name, call.op.overload, call.category, repr(call.op.arguments), tuple(call.names)
+            called_with = repr(call.op.arguments), tuple(call.names), call.instance
+            key = call.op.name, call.op.overload, call.category, *called_with
             work = works.get(key) or works.setdefault(key, work_of(call))
         names[id(call)] = work.name if work else call.name
         module = None if call.module is None else re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", call.module)

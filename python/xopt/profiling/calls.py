@@ -37,6 +37,8 @@ class Call:
     names: list[str] = field(default_factory=list)
     """String arguments, in the order of the schema, where the native side has told them."""
     regions: list[Region] = field(default_factory=list)
+    instance: str = ""
+    """That ran, where it was not the heuristics' own choice: "avx512, 4 panels"."""
     absorbs: bool = True
     """Whether what its operator calls is part of it."""
 
@@ -115,7 +117,9 @@ def add_trace(calls: Iterable[Call], entries: Iterable[tuple[int, int, int, int,
             places[caller] = place
         if place == len(of_thread) or of_thread[place].op is None or _start(of_thread[place]) > middle:
             continue
-        if threads:
+        if threads < 0:
+            of_thread[place].instance = name
+        elif threads:
             of_thread[place].regions.append(Region(start, end, busy, threads))
         else:
             of_thread[place].names.append(name)

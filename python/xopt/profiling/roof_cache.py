@@ -22,8 +22,7 @@ _COPY_ROUNDS = 5
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "xopt" / "roofs"
+    return xopt.config.cache_folder() / "roofs"
 
 
 def identity(threads: int) -> dict[str, object]:
