@@ -4,8 +4,8 @@ The trying itself stands in csrc/runtime/tuner.h. `scope.py` says whose calls ar
 found, `tuned.py` says it in words.
 """
 
-from xopt.tuning.scope import ModelTuning, forced, start
-from xopt.tuning.store import Entry, Store, open_store
+from xopt.tuning.scope import ModelTuning, forced, of_model, start
+from xopt.tuning.store import Entry, Store, open_store, use_file
 from xopt.tuning.tuned import Tuned, known
 
-__all__ = ["Entry", "ModelTuning", "Store", "Tuned", "forced", "known", "open_store", "start"]
+__all__ = ["Entry", "ModelTuning", "Store", "Tuned", "forced", "known", "of_model", "open_store", "start", "use_file"]

@@ -86,3 +86,11 @@ class ModelTuning:
 
     def __reduce__(self) -> Any:
         return ModelTuning, (self.mode,)
+
+
+def of_model(model: Any) -> ModelTuning:
+    """Of a model that is tuned, by its configuration or by `xopt.tune`."""
+    tuning = getattr(model.__dict__.get("forward"), "tuning", None)
+    if not isinstance(tuning, ModelTuning):
+        raise ValueError(f"of_model: model: expected one that is tuned, got a {type(model).__name__} that is not")
+    return tuning

@@ -57,8 +57,17 @@ def machine_identity() -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
+_file: Path | None = None
+
+
+def use_file(path: Path | None) -> None:
+    """Another file than the user's, for this process; None: the user's."""
+    global _file
+    _file = path
+
+
 def open_store() -> Store:
-    return Store(config.cache_folder() / "tuning-1.sqlite")
+    return Store(_file or config.cache_folder() / "tuning-1.sqlite")
 
 
 class Store:
