@@ -35,12 +35,14 @@ PYTHON_FLOORS = {
     "capabilities": 1,
     "runtime": 2,
     "ops": 2,
+    "tuning": 2,
     "graph": 3,
     "modules": 4,
     "integrations": 5,
     "plan": 5,
     "report": 6,
     "api": 7,
+    "tune": 7,
     "checkpoint": 8,
 }
 # Parts that use the package's public names, and that nothing in the package uses. Three parts more are open to them:

@@ -14,9 +14,9 @@ void conv_bf16(const ConvCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
   using Block = TileBlock<TileBf16, kLongTiles>;
   const RasterPlan<Block> plan(call);
-  if (plan.pays(call, product_call(call, 0).weight.panels)) return conv_on_raster(call, plan);
+  if (plan.chosen(call, product_call(call, 0).weight.panels)) return conv_on_raster(call, plan);
   const RasterPlan<Block> line_plan(call, true);
-  if (lines_pay(call, line_plan)) return conv_on_lines(call, line_plan);
+  if (lines_chosen(call, line_plan)) return conv_on_lines(call, line_plan);
   if (call.weight.k_tiles <= kShortTiles) return conv_with<TileBlock<TileBf16, kShortTiles>>(call);
   conv_with<Block>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16

@@ -24,7 +24,11 @@ inline GemmCall product_call(const ConvCall& call, int64_t product) {
   e.bias = columns_from(e.bias, column);
   if (e.other != nullptr) e.other = static_cast<const uint8_t*>(e.other) + column * dtype_size(e.other_dtype);
   e.out = static_cast<uint8_t*>(e.out) + column * dtype_size(e.out_dtype);
-  return {call.images * output_positions(call.input), {}, call.weight.columns(packed_column, call.product_columns), e};
+  return {call.images * output_positions(call.input),
+          {},
+          call.weight.columns(packed_column, call.product_columns),
+          e,
+          call.tuning};
 }
 
 inline PatchesView product_input(const ConvCall& call, int64_t product) {

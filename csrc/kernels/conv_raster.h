@@ -40,15 +40,21 @@ struct RasterPlan {
     k_blocks = ceil_div(k_tiles, maximum<int64_t>(1, l2 / 8 / (2 * kTileBytes)));
     k_block_tiles = ceil_div(k_tiles, k_blocks);
     chunk_panels = minimum<int64_t>(4, maximum<int64_t>(1, l2 / 8 / (k_block_tiles * 2 * kTileBytes)));
+    if (call.tuning.chunk_panels > 0) chunk_panels = call.tuning.chunk_panels;
+    if (call.tuning.chunk_rows == TunedRows::half) chunk_blocks = maximum<int64_t>(1, chunk_blocks / 2);
     fits = Block::kRows + raster.reach() <= positions;
+  }
+
+  bool chosen(const ConvCall& call, int64_t panels) const {
+    if (!fits || call.input.channels == 0 || call.input.channels % Block::kTileK != 0) return false;
+    return call.tuning.path == TunedPath::automatic ? pays(call, panels) : call.tuning.path == TunedPath::raster;
   }
 
   // Rows of products that are no outputs cost as much as others; patches would have none, but cost their copy, about a
   // panel's product for each step.
   bool pays(const ConvCall& call, int64_t panels) const {
     const int64_t patches = ceil_div(call.images * output_positions(call.input), Block::kRows);
-    return fits && call.input.channels > 0 && call.input.channel_stride == 1 &&
-           call.input.channels % Block::kTileK == 0 && blocks * panels <= patches * (panels + 1);
+    return blocks * panels <= patches * (panels + 1);
   }
 
   const bool whole_lines;  // of the kernel are positions of the raster

@@ -2,6 +2,7 @@
 #include "ops/conv_call.h"
 
 #include "ops/images.h"
+#include "ops/tuned.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -100,11 +101,11 @@ void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layou
   if (layout.depthwise) return conv_depthwise(call);
   switch (call.weight.dtype) {
     case DType::f32:
-      return conv_f32(call);
+      return run_tuned(conv_f32, call);
     case DType::bf16:
-      return conv_bf16(call);
+      return run_tuned(conv_bf16, call);
     default:
-      return conv_f16(call);
+      return run_tuned(conv_f16, call);
   }
 }
 

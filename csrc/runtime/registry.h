@@ -28,14 +28,18 @@ struct KernelRecord {
 // Head of the list of all records, in no particular order.
 KernelRecord* first_kernel();
 
-// The record of the highest level up to active_isa(); throws std::runtime_error naming what is missing.
+// The record of the highest level up to active_isa(), or to a lower limit; throws std::runtime_error naming what is missing.
 KernelRecord* find_kernel(const char* name, const char* dtype);
+KernelRecord* find_kernel(const char* name, const char* dtype, Isa limit);
 
 // A use of a kernel: looked up at its first call and again when the cap has changed.
 template <class Fn>
 class Kernel {
  public:
   constexpr Kernel(const char* name, const char* dtype) : name_(name), dtype_(dtype) {}
+
+  const char* name() const { return name_; }
+  const char* dtype() const { return dtype_; }
 
   template <class... Args>
   void operator()(Args&&... args) {
@@ -45,11 +49,22 @@ class Kernel {
       level_.store(static_cast<int>(active_isa()), std::memory_order_relaxed);
       record_.store(record, std::memory_order_release);
     }
+    run(record, static_cast<Args&&>(args)...);
+  }
+
+  // The record of a lower level, which is looked for anew in each call.
+  template <class... Args>
+  void run_up_to(Isa limit, Args&&... args) const {
+    run(find_kernel(name_, dtype_, limit), static_cast<Args&&>(args)...);
+  }
+
+ private:
+  template <class... Args>
+  static void run(KernelRecord* record, Args&&... args) {
     record->calls.fetch_add(1, std::memory_order_relaxed);
     reinterpret_cast<Fn*>(record->fn)(static_cast<Args&&>(args)...);
   }
 
- private:
   const char* name_;
   const char* dtype_;
   std::atomic<KernelRecord*> record_{nullptr};

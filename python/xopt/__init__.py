@@ -5,18 +5,20 @@ from typing import TYPE_CHECKING, Any
 # torch comes first: the native libraries share its OpenMP runtime and are linked to none of their own.
 import torch  # noqa: F401
 
-from xopt import config, ops, runtime
+from xopt import config, ops, runtime, tuning
 from xopt._C import __version__
 from xopt.api import optimize
 from xopt.capabilities import Capabilities, KernelInfo, capabilities, kernels
 from xopt.checkpoint import CheckpointError, load, save
 from xopt.config import Config
 from xopt.report import Report, is_optimized, report
+from xopt.tune import tune
 
 if TYPE_CHECKING:
     from xopt.profiling import profile, profiler
 
 config.current.apply()
+tuning.start(config.current.autotune)
 
 __all__ = [
     "Capabilities",
@@ -37,6 +39,8 @@ __all__ = [
     "report",
     "runtime",
     "save",
+    "tune",
+    "tuning",
 ]
 
 

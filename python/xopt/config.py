@@ -3,8 +3,11 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from xopt import _C
+
+AUTOTUNE = ("off", "max")
 
 
 @dataclass(frozen=True)
@@ -13,23 +16,35 @@ class Environment:
     """XOPT_MAX_ISA: the highest level that kernels are chosen from; None: what the CPU has."""
     verbose: bool = False
     """XOPT_VERBOSE=1: `optimize` logs each decision at level INFO to the logger "xopt", which then has a handler."""
+<<<<<<< HEAD
     kept_output_mb: int = 256
     """XOPT_KEPT_OUTPUT_MB: how much memory of freed outputs is held for the next ones; 0: none."""
+=======
+    autotune: str = "off"
+    """XOPT_AUTOTUNE=max: all products and convolutions of the process are tuned (`Config.autotune`)."""
+>>>>>>> prof
 
     def __post_init__(self) -> None:
         if self.max_isa is not None and self.max_isa not in _C.isa_levels():
             known = ", ".join(_C.isa_levels())
             raise ValueError(f"XOPT_MAX_ISA: unknown level {self.max_isa!r}; known levels: {known}")
+        if self.autotune not in AUTOTUNE:
+            raise ValueError(f"XOPT_AUTOTUNE: expected one of {', '.join(AUTOTUNE)}, got {self.autotune!r}")
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> "Environment":
         verbose = environment.get("XOPT_VERBOSE", "0")
         if verbose not in ("", "0", "1"):
             raise ValueError(f"XOPT_VERBOSE: expected 0 or 1, got {verbose!r}")
+<<<<<<< HEAD
         kept = environment.get("XOPT_KEPT_OUTPUT_MB") or str(cls.kept_output_mb)
         if not kept.isdecimal():
             raise ValueError(f"XOPT_KEPT_OUTPUT_MB: expected a number of megabytes, got {kept!r}")
         return cls(environment.get("XOPT_MAX_ISA") or None, verbose == "1", int(kept))
+=======
+        autotune = environment.get("XOPT_AUTOTUNE") or "off"
+        return cls(max_isa=environment.get("XOPT_MAX_ISA") or None, verbose=verbose == "1", autotune=autotune)
+>>>>>>> prof
 
     def apply(self) -> None:
         """Hands the settings to the native side."""
@@ -40,9 +55,14 @@ class Environment:
 current = Environment.read()
 
 
+def cache_folder() -> Path:
+    """Where xopt keeps what it has measured on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xopt"
+
+
 @dataclass(frozen=True, init=False)
 class Config:
-    """Which of its single steps `optimize` takes. All do by default."""
+    """Which of its single steps `optimize` takes. All do by default; what is tried beyond that is off."""
 
     weights_prepack: bool = True
     """Linear layers get packed weights and run on xopt's kernels."""
@@ -85,13 +105,20 @@ class Config:
     autocast: bool = True
     """An optimized model of another dtype than its source computes under autocast by itself, so that the optimized
     dtype flows between its layers. Off: each layer answers in the dtype of its input."""
+    autotune: str = "off"
+    """"max": for each shape of a product or convolution that the model's forward meets, the instances and blockings of
+    its kernel are tried, some seconds for a shape, and what is clearly faster is used from then on, also by later
+    processes (`python -m xopt cache`)."""
 
-    def __init__(self, **switches: bool) -> None:
+    def __init__(self, **switches: bool | str) -> None:
         known = {field.name: field.default for field in fields(self)}
         for name, value in switches.items():
             if name not in known:
                 raise ValueError(f"Config: unknown switch {name!r}; known switches: {', '.join(known)}")
-            if not isinstance(value, bool):
+            if name == "autotune":
+                if value not in AUTOTUNE:
+                    raise ValueError(f"Config: autotune: expected one of {', '.join(AUTOTUNE)}, got {value!r}")
+            elif not isinstance(value, bool):
                 raise ValueError(f"Config: {name}: expected True or False, got {value!r}")
         for name, default in known.items():
             object.__setattr__(self, name, switches.get(name, default))

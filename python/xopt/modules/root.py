@@ -7,6 +7,7 @@ that has autocast on already keeps its own, and gets what autocast gives. A smal
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from typing import Any
@@ -18,6 +19,7 @@ from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
 from xopt.modules.containers import map_tensors
 from xopt.modules.layout import Layout, image_dims
+from xopt.tuning import ModelTuning
 
 
 class RootForward:
@@ -33,8 +35,10 @@ class RootForward:
         dtype: torch.dtype | None,
         source_dtype: torch.dtype | None,
         dims: frozenset[int] = frozenset(),
+        tuning: ModelTuning | None = None,
     ) -> None:
         self._module = weakref.ref(module)
+        self.tuning = tuning
         self._dims = dims
         self._layout = Layout(dims)
         self._dtype = dtype
@@ -45,6 +49,12 @@ class RootForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None, "a forward outlived its module"
+        if self.tuning is not None and not torch.compiler.is_compiling():
+            with self.tuning:
+                return self._call(module, args, kwargs)
+        return self._call(module, args, kwargs)
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._dtype is None or torch.is_autocast_enabled("cpu"):
             return self._layout.call(self._forward, module, args, kwargs)
         with torch.autocast("cpu", dtype=self._dtype):
@@ -69,10 +79,11 @@ class RootForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> RootForward:
         module = self._module()
         assert module is not None, "a forward outlived its module"
-        return RootForward(memo.get(id(module), module), self._dtype, self._source_dtype, self._dims)
+        tuning = copy.deepcopy(self.tuning, memo)
+        return RootForward(memo.get(id(module), module), self._dtype, self._source_dtype, self._dims, tuning)
 
     def __reduce__(self) -> Any:
-        return RootForward, (self._module(), self._dtype, self._source_dtype, self._dims)
+        return RootForward, (self._module(), self._dtype, self._source_dtype, self._dims, self.tuning)
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
@@ -82,8 +93,28 @@ def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, sour
         return
     small = can_be_block(module)
     dims = image_dims(module)
-    if dtype is None and not small and not dims:
+    tuned = config.autotune != "off"
+    if dtype is None and not small and not dims and not tuned:
         return
-    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims)
+    tuning = ModelTuning(config.autotune) if tuned else None
+    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, tuning)
     if small:
         module.__dict__[PROGRAMS] = Programs(config)
+
+
+def tuning_of(module: nn.Module) -> ModelTuning | None:
+    forward = module.__dict__.get("forward")
+    return forward.tuning if isinstance(forward, RootForward) else None
+
+
+def make_tuned(module: nn.Module, mode: str) -> ModelTuning:
+    """Has the model's forward use what was tuned from now on."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        forward = module.__dict__["forward"] = RootForward(module, None, None)
+    if not isinstance(forward, RootForward):
+        raise ValueError(f"tune: model: expected a forward of its class, got {forward!r} that the instance was given")
+    if forward.tuning is None:
+        forward.tuning = ModelTuning(mode)
+    forward.tuning.mode = mode
+    return forward.tuning
