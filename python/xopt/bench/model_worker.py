@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+import xopt
 from xopt import _C
 from xopt.bench import model_cases, model_peers
 from xopt.bench.errors import UnavailableError, WrongResultError
@@ -97,15 +98,18 @@ class Contender:
             "note": self._note,
         }
 
-    def run(self, calls: int, warm_up: bool) -> list[float]:
-        """Seconds of each call, after one, if wanted, that warms the caches that other processes have had since."""
-        seconds = []
+    def run(self, calls: int, warm_up: bool) -> dict[str, Any]:
+        """Seconds and page faults of each call, after one, if wanted, that warms the caches that other processes have
+        had since."""
+        seconds, faults = [], []
         for _ in range(calls + warm_up):
             given = self._fresh()
+            before = page_faults()
             start = time.perf_counter()
             self._call(given)
             seconds.append(time.perf_counter() - start)
-        return seconds[warm_up:]
+            faults.append(page_faults() - before)
+        return {"seconds": seconds[warm_up:], "page_faults": faults[warm_up:]}
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -126,6 +130,11 @@ def give_back_freed() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+def page_faults() -> int:
+    """Of this process until now, without those that read a disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def forget_peak() -> None:
@@ -156,7 +165,13 @@ class Server:
 
     def run(self, calls: int, warm_up: bool) -> dict[str, Any]:
         assert self._contender is not None
-        return {"seconds": self._contender.run(calls, warm_up)}
+        return self._contender.run(calls, warm_up)
+
+    def keep(self) -> dict[str, Any]:
+        """From now on the memory of large tensors is kept, by what the process has for that."""
+        pool = xopt.runtime.memory_pool()
+        pool.start()
+        return {"backend": pool.backend}
 
     def read(self) -> dict[str, Any]:
         """The read bandwidth just now, with the threads that the contenders have."""
@@ -165,6 +180,7 @@ class Server:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         actions: dict[str, Callable[..., dict[str, Any]]] = {"set up": self.set_up, "run": self.run, "read": self.read}
+        actions["keep"] = self.keep
         action = actions[request.pop("do")]
         try:
             with torch.no_grad():
