@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from xopt.graph.signature import fill, is_tensor, signature
-from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch
+from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, opaque_reads
 
 
 class OtherSizes(Exception):
@@ -35,6 +35,7 @@ def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) ->
         raise OtherSizes
 
 
+EFFECT = "effect"  # in the meta of a node that has to stay even where nobody uses its result
 EXAMPLE = "example"  # in a node's meta: its value in the recorded call, and of a tensor only a description
 
 
@@ -114,6 +115,8 @@ class Recorder:
         self.watched: list[tuple[Any, str, Any]] = []
         self._expected: dict[tuple[Any, Any, Any], Any] = {}
         self.has_effects = False
+        self.kept: dict[Any, Any] = {}
+        """For rules of objects that are no tensors: what they know of one during this recording."""
 
     # ---- What forwards lead to ---------------------------------------------------------------------------------------
 
@@ -167,6 +170,20 @@ class Recorder:
         node.meta[EXAMPLE] = _described(example)
         return self._wrap(node, example)
 
+    def effect(self, op: str, target: Any, args: Any, kwargs: Any, example: Any = None) -> Any:
+        """A step that changes an object."""
+        self.has_effects = True
+        node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
+        node.meta.update({EXAMPLE: _described(example), EFFECT: True})
+        return None if example is None else self._wrap(node, example)
+
+    def read(self, symbol: Any, name: str) -> Any:
+        """An attribute of an object that is no tensor, whatever it is."""
+        example = getattr(symbol._example, name)
+        node = self.graph.call_function(getattr, (symbol._node, name))
+        node.meta[EXAMPLE] = _described(example)
+        return Symbol(self, node, example)
+
     def expect(self, function: Any, left: Any, right: Any) -> Any:
         """What a comparison of sizes says in the recorded call, and has to say in others."""
         outcome = function(*self.examples((left, right)))
@@ -208,6 +225,8 @@ class Recorder:
                 part.meta[EXAMPLE] = _described(item)
                 items.append(self._wrap(part, item))
             return tuple(items) if kind is torch.Size else kind(items)
+        if any(isinstance(example, known) for known, _ in opaque_reads):
+            return Symbol(self, node, example)
         raise CannotRecord(f"{node.target} gives a {kind.__name__}")
 
     def _nodes(self, value: Any) -> Any:
