@@ -209,6 +209,13 @@ class Recorder:
         """Whether this is a parameter or a buffer of the block."""
         return id(value) in self._tensors
 
+    def symbol_of(self, tensor: torch.Tensor) -> Any:
+        """A parameter or a buffer of the block as a symbol; another tensor as it is."""
+        if not self.knows(tensor):
+            return tensor
+        with torch._C.DisableTorchFunction():
+            return Symbol(self, self._node(tensor), tensor.detach())
+
     # ---- Between symbols and nodes -----------------------------------------------------------------------------------
 
     def _wrap(self, node: Node, example: Any) -> Any:
