@@ -103,6 +103,22 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, 64))  # type: ignore[no-any-return]
 
 
+class Parallel(nn.Module):
+    """Attention and MLP of one input, as in Phi; the key has no bias, as in Whisper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part(x).unflatten(-1, (4, 16)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
+        return attended + self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
 class Tokens(nn.Module):
     """Sizes of the input are what it expands a parameter and a buffer by."""
 
@@ -188,6 +204,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "rms_norm": (WrittenOutRmsNorm, ["rms_norm"]),
     "rms_norm with offset": (lambda: WrittenOutRmsNorm(1.0), ["rms_norm"]),
     "attention": (Attention, ["merged linear", "attention"]),
+    "parallel": (Parallel, ["merged linear", "attention", "linear+gelu_erf", "linear+add"]),
     "factors of one": (Rescaled, ["linear+add"]),
     "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),

@@ -51,6 +51,7 @@ _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.i
 _FRESH = frozenset(
     {
         *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
+        *("truediv", "div", "pow", "exp", "softmax", "gelu", "masked_fill", "where"),
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
         *("conv_transpose", "interpolate"),
     }

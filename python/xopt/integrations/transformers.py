@@ -27,7 +27,15 @@ from xopt.modules.product import product_problem
 
 NAME = "xopt"
 _IGNORED = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "sliding_window"}
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "cache_position",
+        "sliding_window",
+        "deterministic",
+    }
 )
 
 
