@@ -37,8 +37,12 @@ def test_measures_and_reports(tmp_path: pathlib.Path, capsys: pytest.CaptureFixt
 
 
 def test_what_is_slower_than_malloc_is_named() -> None:
-    measured = [Measured(name, turns=[[seconds, 9.0]]) for name, seconds in ((MALLOC, 1.0), ("a", 1.05), ("b", 0.5))]
-    compared = Comparison("unet", "eager", "float32", [*measured, Measured("c", error="died")])
+    times = {MALLOC: (1.0, 2.0), "a": (1.05, 2.2), "b": (0.5, 3.0), "c": (1.2, 2.0)}
+    measured = [
+        Measured(name, turns=[[seconds, 9.0]], cpu_seconds=[[cpu_seconds]])
+        for name, (seconds, cpu_seconds) in times.items()
+    ]
+    compared = Comparison("unet", "eager", "float32", [*measured, Measured("d", error="died")])
     assert compared.speed(measured[2]) == 2
     assert compared.too_slow() == ["unet, eager, float32: a, 0.95"]
 

@@ -99,17 +99,19 @@ class Contender:
         }
 
     def run(self, calls: int, warm_up: bool) -> dict[str, Any]:
-        """Seconds and page faults of each call, after one, if wanted, that warms the caches that other processes have
-        had since."""
-        seconds, faults = [], []
+        """Seconds, CPU seconds and page faults of each call, after one, if wanted, that warms the caches that other
+        processes have had since."""
+        seconds, cpu_seconds, faults = [], [], []
         for _ in range(calls + warm_up):
             given = self._fresh()
-            before = page_faults()
+            before = resource.getrusage(resource.RUSAGE_SELF)
             start = time.perf_counter()
             self._call(given)
             seconds.append(time.perf_counter() - start)
-            faults.append(page_faults() - before)
-        return {"seconds": seconds[warm_up:], "page_faults": faults[warm_up:]}
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            cpu_seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            faults.append(after.ru_minflt - before.ru_minflt)
+        return {"seconds": seconds[warm_up:], "cpu_seconds": cpu_seconds[warm_up:], "page_faults": faults[warm_up:]}
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -130,11 +132,6 @@ def give_back_freed() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
-
-
-def page_faults() -> int:
-    """Of this process until now, without those that read a disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def forget_peak() -> None:
