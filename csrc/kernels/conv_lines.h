@@ -61,13 +61,14 @@ inline PackedWeight with_whole_lines(const PackedWeight& weight, const KernelLin
 }
 
 template <class Block>
-bool lines_pay(const ConvCall& call, const RasterPlan<Block>& plan) {
+bool lines_chosen(const ConvCall& call, const RasterPlan<Block>& plan) {
   constexpr int64_t kMostWeightBytes = 128 << 10;
   const PatchesView& v = call.input;
   const KernelLines lines(call);
   const bool shared = lines.count > v.stride[0] * v.stride[1];
   if (call.products != 1 || v.channels == 0 || v.dilation[2] != 1 || !shared || !plan.fits) return false;
   if (lines.weight_bytes(call.weight) > kMostWeightBytes) return false;
+  if (call.tuning.path != TunedPath::automatic) return call.tuning.path == TunedPath::raster;
   // In products of a row block with a panel: a patch costs one for each step, and five for the short copies of a line.
   const int64_t panels = call.weight.panels;
   const int64_t patches = ceil_div(call.images * output_positions(v), Block::kRows);

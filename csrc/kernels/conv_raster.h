@@ -47,6 +47,7 @@ struct RasterPlan {
 
   bool chosen(const ConvCall& call, int64_t panels) const {
     if (!fits || call.input.channels == 0 || call.input.channels % Block::kTileK != 0) return false;
+    if (call.input.channel_stride != 1) return false;
     return call.tuning.path == TunedPath::automatic ? pays(call, panels) : call.tuning.path == TunedPath::raster;
   }
 

@@ -2,11 +2,12 @@
 
 from xopt.runtime.core_pool import CorePool, Pin, pin
 from xopt.runtime.hints import Hints
-from xopt.runtime.memory import MemoryPool, PoolStatistics, keep_outputs, memory_pool
+from xopt.runtime.memory import POOL_LIBRARY, MemoryPool, PoolStatistics, keep_outputs, memory_pool
 from xopt.runtime.multi_stream import MultiStream
 from xopt.runtime.task import Task
 
 __all__ = [
+    "POOL_LIBRARY",
     "CorePool",
     "Hints",
     "MemoryPool",

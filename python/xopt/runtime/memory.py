@@ -19,11 +19,11 @@ from typing import Protocol
 
 from xopt import _C, machine
 
-LIBRARY = Path(_C.__file__).with_name("libxopt_pool.so")
+POOL_LIBRARY = Path(_C.__file__).with_name("libxopt_pool.so")
 
 _HOW_TO_PRELOAD = (
-    f"start the process with LD_PRELOAD={LIBRARY}, or by `xopt-launch --memory-allocator pool` (a process that runs "
-    "already cannot load it any more)"
+    f"start the process with LD_PRELOAD={POOL_LIBRARY}, or by `xopt-launch --memory-allocator pool` (a process that "
+    "runs already cannot load it any more)"
 )
 
 
