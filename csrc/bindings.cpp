@@ -21,6 +21,7 @@
 #include "runtime/affinity.h"
 #include "runtime/arena.h"
 #include "runtime/cpu.h"
+#include "runtime/outputs.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
 #include "runtime/trace.h"
@@ -410,6 +411,15 @@ PYBIND11_MODULE(_C, m) {
         "For tests: scratch memory a thread may have in use; negative for no limit.");
   m.def("arena_bytes", &arena_bytes, "Bytes that all scratch arenas hold.");
   m.def("weight_bytes", &weight_bytes, "Bytes of the pages that packed weights lie on.");
+  m.def("set_kept_output_bytes", &set_kept_output_bytes, py::arg("bytes"),
+        "How much memory of freed outputs is held at most for the next ones.");
+  m.def(
+      "output_statistics",
+      [] {
+        const OutputStatistics of = output_statistics();
+        return py::make_tuple(of.live_bytes, of.kept_bytes, of.allocations, of.fresh_blocks);
+      },
+      "Of the memory of large outputs: bytes in use, bytes kept, allocations, and those that the system had to serve.");
   bind_testing(m.def_submodule("testing", "The runtime's parts on their own, for the tests."));
 }
 

@@ -11,7 +11,7 @@ from xopt.api import optimize
 from xopt.capabilities import Capabilities, KernelInfo, capabilities, kernels
 from xopt.checkpoint import CheckpointError, load, save
 from xopt.config import Config
-from xopt.report import Report, report
+from xopt.report import Report, is_optimized, report
 from xopt.tune import tune
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "__version__",
     "capabilities",
     "config",
+    "is_optimized",
     "kernels",
     "load",
     "ops",

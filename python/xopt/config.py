@@ -16,6 +16,8 @@ class Environment:
     """XOPT_MAX_ISA: the highest level that kernels are chosen from; None: what the CPU has."""
     verbose: bool = False
     """XOPT_VERBOSE=1: `optimize` logs each decision at level INFO to the logger "xopt", which then has a handler."""
+    kept_output_mb: int = 256
+    """XOPT_KEPT_OUTPUT_MB: how much memory of freed outputs is held for the next ones; 0: none."""
     autotune: str = "off"
     """XOPT_AUTOTUNE=max: all products and convolutions of the process are tuned (`Config.autotune`)."""
 
@@ -31,12 +33,16 @@ class Environment:
         verbose = environment.get("XOPT_VERBOSE", "0")
         if verbose not in ("", "0", "1"):
             raise ValueError(f"XOPT_VERBOSE: expected 0 or 1, got {verbose!r}")
+        kept = environment.get("XOPT_KEPT_OUTPUT_MB") or str(cls.kept_output_mb)
+        if not kept.isdecimal():
+            raise ValueError(f"XOPT_KEPT_OUTPUT_MB: expected a number of megabytes, got {kept!r}")
         autotune = environment.get("XOPT_AUTOTUNE") or "off"
-        return cls(max_isa=environment.get("XOPT_MAX_ISA") or None, verbose=verbose == "1", autotune=autotune)
+        return cls(environment.get("XOPT_MAX_ISA") or None, verbose == "1", int(kept), autotune)
 
     def apply(self) -> None:
         """Hands the settings to the native side."""
         _C.cap_isa(self.max_isa or _C.isa_levels()[-1])
+        _C.set_kept_output_bytes(self.kept_output_mb << 20)
 
 
 current = Environment.read()

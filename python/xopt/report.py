@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -160,8 +160,8 @@ def _packed_share(entries: list[Entry]) -> float:
 
 def report(model: nn.Module) -> Report:
     """The report of the `optimize` call that made this model, with what its blocks have come to since."""
-    found: Any = model.__dict__.get(ATTRIBUTE)
-    if not isinstance(found, Report):
+    found: Report | None = model.__dict__.get(ATTRIBUTE)
+    if found is None:
         raise ValueError(f"report: model: expected what xopt.optimize returned, got a {type(model).__name__} without")
     tuning = tuning_of(model)
     return dataclasses.replace(
@@ -180,6 +180,11 @@ def _default_instances(entries: tuple[Entry, ...]) -> Iterator[str]:
         if short is not None:
             kernel = "conv" if is_conv else "gemm"
             yield f"{kernel}[{short}] {_C.find_kernel(kernel, short)}"
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether xopt.optimize returned it, and `report` tells of it."""
+    return isinstance(model.__dict__.get(ATTRIBUTE), Report)
 
 
 def _fusions(model: nn.Module) -> Iterator[Fusion]:

@@ -31,6 +31,23 @@ def _bytes(
     return total
 
 
+def output_sizes(
+    sizes: Sequence[Size],
+    kernel: Sequence[Size],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[Size]:
+    """Of the spatial dimensions."""
+    return [
+        (size - 1) * step - 2 * before + spread * (taps - 1) + extra + 1
+        for size, taps, step, before, extra, spread in zip(
+            sizes, kernel, stride, padding, output_padding, dilation, strict=True
+        )
+    ]
+
+
 @fake_of("conv_transpose_pack")
 def _conv_transpose_pack(
     weight: Tensor, groups: int = 1, *, stride: Sequence[int], dilation: Sequence[int], dtype: torch.dtype
@@ -81,12 +98,7 @@ def _conv_transpose(
             f"xopt::conv_transpose: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for"
             f" this weight, got shape {list(input.shape)}"
         )
-    spatial = [
-        (size - 1) * step - 2 * before + spread * (kernel - 1) + extra + 1
-        for size, kernel, step, before, extra, spread in zip(
-            input.shape[2:], weight_size[2:], stride, padding, output_padding, dilation, strict=True
-        )
-    ]
+    spatial = output_sizes(input.shape[2:], weight_size[2:], stride, padding, output_padding, dilation)
     memory = input.new_empty((input.shape[0], *spatial, weight_size[1] * groups), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
 

@@ -220,7 +220,7 @@ class Session(AbstractContextManager[Profile]):
         weights.pop(0, None)
         kinds = {path: type(module).__name__ for path, module in modules}
         events = read_events(self._kineto.profiler.kineto_results)
-        return Recording(events, _C.trace_entries(), kinds, weights, any(map(_is_optimized, self._marks.roots())))
+        return Recording(events, _C.trace_entries(), kinds, weights, any(map(xopt.is_optimized, self._marks.roots())))
 
 
 def _supported_activities() -> set[ProfilerActivity]:
@@ -245,11 +245,3 @@ def _address(parameter: torch.Tensor) -> int:
         return int(held.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
         return 0
-
-
-def _is_optimized(module: nn.Module) -> bool:
-    try:
-        xopt.report(module)
-    except ValueError:
-        return False
-    return True
