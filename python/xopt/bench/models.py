@@ -84,7 +84,8 @@ def choose_cases(text: str | None) -> list[str]:
         return list(CASES)
     chosen = []
     for asked in text.split(","):
-        found = [name for name in CASES if name.startswith(asked.strip())]
+        whole = [name for name in CASES if name == asked.strip()]
+        found = whole or [name for name in CASES if name.startswith(asked.strip())]
         if not found:
             raise BenchError(f"no case begins with {asked!r}; there are: {', '.join(CASES)}")
         chosen += found
