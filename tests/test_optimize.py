@@ -416,7 +416,7 @@ def test_config_switches() -> None:
             "unknown switch 'weight_prepack'; known.*weights_prepack",
         ),
         (
-            lambda: xopt.Config(autocast="no"),  # type: ignore[arg-type]
+            lambda: xopt.Config(autocast="no"),
             ValueError,
             "autocast: expected True or False, got 'no'",
         ),

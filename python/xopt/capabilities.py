@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xopt import _C, machine
+from xopt import _C, machine, sycl
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Capabilities:
     huge_pages: str
     cgroup: machine.CgroupLimits
     sycl_devices: tuple[str, ...] | None
-    """None: the SYCL part is not installed."""
+    """In words; None: the SYCL part is not installed."""
 
 
 def capabilities() -> Capabilities:
@@ -73,7 +73,7 @@ def capabilities() -> Capabilities:
         allocator=machine.allocator(),
         huge_pages=machine.huge_pages(),
         cgroup=machine.cgroup_limits(),
-        sycl_devices=None,
+        sycl_devices=tuple(map(str, sycl.devices())) if sycl.available() else None,
     )
 
 

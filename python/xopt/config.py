@@ -3,8 +3,11 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from xopt import _C
+
+BACKENDS = ("cpu", "sycl")
 
 
 @dataclass(frozen=True)
@@ -13,6 +16,8 @@ class Environment:
     """XOPT_MAX_ISA: the highest level that kernels are chosen from; None: what the CPU has."""
     verbose: bool = False
     """XOPT_VERBOSE=1: `optimize` logs each decision at level INFO to the logger "xopt", which then has a handler."""
+    cache_folder: Path = Path.home() / ".cache" / "xopt"
+    """Below XDG_CACHE_HOME, where that is set: what is kept from one process to the next (built SYCL kernels)."""
 
     def __post_init__(self) -> None:
         if self.max_isa is not None and self.max_isa not in _C.isa_levels():
@@ -24,7 +29,9 @@ class Environment:
         verbose = environment.get("XOPT_VERBOSE", "0")
         if verbose not in ("", "0", "1"):
             raise ValueError(f"XOPT_VERBOSE: expected 0 or 1, got {verbose!r}")
-        return cls(max_isa=environment.get("XOPT_MAX_ISA") or None, verbose=verbose == "1")
+        base = environment.get("XDG_CACHE_HOME")
+        folder = Path(base) / "xopt" if base else cls.cache_folder
+        return cls(max_isa=environment.get("XOPT_MAX_ISA") or None, verbose=verbose == "1", cache_folder=folder)
 
     def apply(self) -> None:
         """Hands the settings to the native side."""
@@ -79,13 +86,19 @@ class Config:
     autocast: bool = True
     """An optimized model of another dtype than its source computes under autocast by itself, so that the optimized
     dtype flows between its layers. Off: each layer answers in the dtype of its input."""
+    backend: str = "cpu"
+    """What runs the kernels of a model in the CPU's memory: "cpu", or "sycl", the SYCL kernels on the CPU's own SYCL
+    device (`xopt.sycl.device("cpu")`), by which they are tested and shown. Takes the SYCL part."""
 
-    def __init__(self, **switches: bool) -> None:
+    def __init__(self, **switches: bool | str) -> None:
         known = {field.name: field.default for field in fields(self)}
         for name, value in switches.items():
             if name not in known:
                 raise ValueError(f"Config: unknown switch {name!r}; known switches: {', '.join(known)}")
-            if not isinstance(value, bool):
+            if name == "backend":
+                if value not in BACKENDS:
+                    raise ValueError(f"Config: backend: expected one of {', '.join(BACKENDS)}, got {value!r}")
+            elif not isinstance(value, bool):
                 raise ValueError(f"Config: {name}: expected True or False, got {value!r}")
         for name, default in known.items():
             object.__setattr__(self, name, switches.get(name, default))

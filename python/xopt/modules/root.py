@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xopt import sycl
 from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
 from xopt.modules.containers import map_tensors
@@ -33,18 +34,26 @@ class RootForward:
         dtype: torch.dtype | None,
         source_dtype: torch.dtype | None,
         dims: frozenset[int] = frozenset(),
+        backend: str = "cpu",
     ) -> None:
         self._module = weakref.ref(module)
         self._dims = dims
         self._layout = Layout(dims)
         self._dtype = dtype
         self._source_dtype = source_dtype
+        self._backend = backend
         # Libraries look at the arguments that a model's forward takes.
         self.__signature__ = inspect.signature(type(module).forward.__get__(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None, "a forward outlived its module"
+        if self._backend == "sycl":
+            with sycl.device("cpu"):
+                return self._call(module, args, kwargs)
+        return self._call(module, args, kwargs)
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._dtype is None or torch.is_autocast_enabled("cpu"):
             return self._layout.call(self._forward, module, args, kwargs)
         with torch.autocast("cpu", dtype=self._dtype):
@@ -69,21 +78,22 @@ class RootForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> RootForward:
         module = self._module()
         assert module is not None, "a forward outlived its module"
-        return RootForward(memo.get(id(module), module), self._dtype, self._source_dtype, self._dims)
+        module = memo.get(id(module), module)
+        return RootForward(module, self._dtype, self._source_dtype, self._dims, self._backend)
 
     def __reduce__(self) -> Any:
-        return RootForward, (self._module(), self._dtype, self._source_dtype, self._dims)
+        return RootForward, (self._module(), self._dtype, self._source_dtype, self._dims, self._backend)
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
-    """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images, or
-    because it is a block."""
+    """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images,
+    for another backend, or because it is a block."""
     if isinstance(module.__dict__.get("forward"), RootForward):
         return
     small = can_be_block(module)
     dims = image_dims(module)
-    if dtype is None and not small and not dims:
+    if dtype is None and not small and not dims and config.backend == "cpu":
         return
-    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims)
+    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, config.backend)
     if small:
         module.__dict__[PROGRAMS] = Programs(config)
