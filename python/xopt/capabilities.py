@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xopt import _C, machine, sycl
+from xopt import _C, machine
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,6 @@ class Capabilities:
     allocator: str
     huge_pages: str
     cgroup: machine.CgroupLimits
-    sycl_devices: tuple[str, ...] | None
-    """In words; None: the SYCL part is not installed."""
 
 
 def capabilities() -> Capabilities:
@@ -73,7 +71,6 @@ def capabilities() -> Capabilities:
         allocator=machine.allocator(),
         huge_pages=machine.huge_pages(),
         cgroup=machine.cgroup_limits(),
-        sycl_devices=tuple(map(str, sycl.devices())) if sycl.available() else None,
     )
 
 

@@ -85,13 +85,13 @@ inline Staged staged(const void* data, DType dtype, int64_t index) {
   }
 }
 
-// A float as an element of A.
+// A float as an element of A, rounded only where matrix units take no other.
 inline Staged staged_value(float value) {
   if constexpr (sizeof(Staged) == 2) {
     const uint32_t bits = float_bits(value);
     return static_cast<Staged>(kCompute == DType::bf16 ? bf16_from_f32_bits(bits) : f16_from_f32_bits(bits));
   } else {
-    return static_cast<Staged>(rounded(value, kCompute));
+    return static_cast<Staged>(value);
   }
 }
 

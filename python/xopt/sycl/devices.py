@@ -54,7 +54,9 @@ def devices() -> tuple[Device, ...]:
 
 
 def _device(number: int, record: dict[str, Any]) -> Device:
-    lists_as_tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    lists_as_tuples: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+    }
     return Device(number, **lists_as_tuples)
 
 
