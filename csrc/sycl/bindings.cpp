@@ -68,6 +68,7 @@ PYBIND11_MODULE(_sycl, m) {
   // Streams are never destroyed: at the process's end, the runtime that they need may be gone before them.
   py::class_<Stream, std::unique_ptr<Stream, py::nodelete>>(m, "Stream")
       .def("synchronize", &Stream::synchronize, py::call_guard<py::gil_scoped_release>())
+      .def("synchronizations", &Stream::synchronizations)
       .def("builds", &build_counts)
       .def(
           "tile",

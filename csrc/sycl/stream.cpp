@@ -110,6 +110,7 @@ void* Stream::scratch(int64_t bytes) {
 
 void Stream::synchronize() {
   require_usable();
+  ++synchronizations_;
   queue_.wait_and_throw();
 }
 

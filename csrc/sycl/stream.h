@@ -72,6 +72,7 @@ class Stream final : public Offload {
     if (waits_) synchronize();
   }
   void synchronize();
+  int64_t synchronizations() const { return synchronizations_; }  // how often the host has waited
 
   const DeviceFacts& facts() const { return facts_; }
   BuildCounts builds() const { return programs_.counts(); }
@@ -88,6 +89,7 @@ class Stream final : public Offload {
   int lanes_;
   void* scratch_ = nullptr;
   int64_t scratch_bytes_ = 0;
+  int64_t synchronizations_ = 0;
 };
 
 // The kernels that streams have; a source registers its own.

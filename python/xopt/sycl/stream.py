@@ -77,6 +77,10 @@ class device:  # noqa: N801 - as torch.device, which can be a context as well
         """Waits for all that was called on it."""
         self._stream.synchronize()
 
+    def synchronizations(self) -> int:
+        """How often the host has waited for the device."""
+        return int(self._stream.synchronizations())
+
     def builds(self) -> Builds:
         return Builds(**self._stream.builds())
 
