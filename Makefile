@@ -49,7 +49,7 @@ sanitized := build/sanitize/.built
 spread := $(if $(WORKERS),-n $(WORKERS) --dist loadfile)
 passive := $(if $(WORKERS),OMP_WAIT_POLICY=passive)
 
-.PHONY: help demo test fuzz sanitize lint format bench wheel build xpu clean check
+.PHONY: help demo test fuzz sanitize lint format bench wheel build xpu check-xmx clean check
 
 help:
 	@echo "make demo      set up, build, and run BERT-base in bf16, optimized against torch alone"
@@ -59,6 +59,7 @@ help:
 	@echo "make lint      ruff, mypy, clang-format, clang-tidy;  make format  lets the formatters write"
 	@echo "make bench     the kernel bench in full (ARGS is handed to it)"
 	@echo "make xpu       the same with the part for SYCL devices (Intel GPUs), whose runtime takes 1.5 GB"
+	@echo "make check-xmx  after make xpu: compiles the kernels for Intel GPUs, without one (OCLOC=path of ocloc)"
 	@echo "make wheel     a manylinux wheel in dist/"
 	@echo "make clean     remove what was built and installed"
 
@@ -80,6 +81,9 @@ build: $(built)
 xpu:
 	$(if $(VENV),$(MAKE) $(VENV)/.sycl-runtime,@echo "error: make xpu installs packages, which VENV= forbids" >&2; exit 1)
 	$(MAKE) build
+
+check-xmx: $(built)
+	$(python) .ci/check_xmx.py
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
 

@@ -48,8 +48,7 @@ void attend(DType dtype, const AttentionCall& call) {
   const Plan plan = plan_of(stream, dtype, call);
   const std::string local = std::to_string(plan.local), rows = std::to_string(plan.tiling.rows());
   sycl::kernel& kernel = stream.kernel("attention", dtype_name(dtype) + (" " + local + " " + rows), [&] {
-    Options options = plan.tiling.options();
-    options.push_back(std::string("-DXOPT_DTYPE_") + dtype_name(dtype));
+    Options options = plan.tiling.options(dtype);
     options.push_back("-DXOPT_LOCAL=" + local);
     return options;
   });

@@ -68,6 +68,7 @@ PYBIND11_MODULE(_sycl, m) {
   // Streams are never destroyed: at the process's end, the runtime that they need may be gone before them.
   py::class_<Stream, std::unique_ptr<Stream, py::nodelete>>(m, "Stream")
       .def("synchronize", &Stream::synchronize, py::call_guard<py::gil_scoped_release>())
+      .def("build", &Stream::build, py::arg("source"), py::arg("options"), "Builds without running: for tools.")
       .def("synchronizations", &Stream::synchronizations)
       .def("builds", &build_counts)
       .def(
@@ -87,6 +88,17 @@ PYBIND11_MODULE(_sycl, m) {
   m.def(
       "use", [](Stream* stream) { set_current_offload(stream); }, py::arg("stream"),
       "Sends the calling thread's operators to a stream, or with None back to the CPU.");
+  m.def(
+      "gpu_builds",
+      [](int rows, int columns, int depth) {
+        py::list builds;
+        for (const Build& one : gpu_builds({rows, columns, depth})) {
+          builds.append(py::make_tuple(one.source, one.options));
+        }
+        return builds;
+      },
+      py::arg("rows"), py::arg("columns"), py::arg("depth"),
+      "Sources and options of all that a GPU with matrix units of this tile (of bf16) would build.");
   m.def("calls", &kernel_calls, "How often each kernel was run on a device in this process.");
 }
 

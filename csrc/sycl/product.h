@@ -8,17 +8,18 @@ namespace xopt::sycl_device {
 
 inline constexpr int kChunk = 512;  // values of a row of A in local memory at once
 
+inline Options product_options(const Tiling& tiling, DType dtype) {
+  Options options = tiling.options(dtype);
+  options.push_back("-DXOPT_CHUNK=" + std::to_string(kChunk));
+  return options;
+}
+
 // `dtype`: of A, as the product takes it.
 template <class Call>
 void launch_product(Stream& stream, const char* name, DType dtype, const Call& call, int64_t rows, int64_t panels,
                     int64_t products) {
   const Tiling& tiling = stream.tiling(dtype);
-  sycl::kernel& kernel = stream.kernel(name, dtype_name(dtype), [&] {
-    Options options = tiling.options();
-    options.push_back(std::string("-DXOPT_DTYPE_") + dtype_name(dtype));
-    options.push_back("-DXOPT_CHUNK=" + std::to_string(kChunk));
-    return options;
-  });
+  sycl::kernel& kernel = stream.kernel(name, dtype_name(dtype), [&] { return product_options(tiling, dtype); });
   const auto items = static_cast<size_t>(tiling.lanes * tiling.sub_groups);
   const auto across = static_cast<size_t>(ceil_div(panels, tiling.sub_groups));
   const auto down = static_cast<size_t>(ceil_div(rows, tiling.rows()));

@@ -11,7 +11,6 @@ namespace xopt::sycl_device {
 namespace {
 
 constexpr int kVectorLanes = 16;
-constexpr int kMatrixRows = 32;  // of a sub-group's block on matrix units
 constexpr int kGpuSubGroups = 4;
 constexpr TileShape kPlainTile{8, 16, 16};  // 16 sums of a column fit into the registers of AVX-512
 
@@ -19,6 +18,10 @@ DType weight_dtype(DType dtype) { return dtype == DType::u8 ? DType::s8 : dtype;
 
 // The depth of a tile of bf16 in elements of another size.
 int depth_of(DType dtype, int k) { return static_cast<int>(k * 2 / dtype_size(dtype)); }
+
+TileShape bf16_depth(DType dtype, const TileShape& tile) {
+  return {tile.m, tile.n, static_cast<int>(tile.k * dtype_size(dtype) / 2)};
+}
 
 bool serves(const MatrixShape& shape, DType a, const TileShape& tile) {
   if (shape.a != a || shape.b != weight_dtype(a)) return false;
@@ -32,8 +35,8 @@ std::optional<TileShape> best_tile(const DeviceFacts& facts, DType dtype) {
   for (const MatrixShape& shape : facts.matrix_shapes) {
     const TileShape tile{std::min(shape.m, 16), std::min<int>(shape.n, kTileColumns),
                          std::min<int>(shape.k, static_cast<int>(packed_tile_k(weight_dtype(dtype))))};
-    const bool fits = kTileColumns % tile.n == 0 && packed_tile_k(weight_dtype(dtype)) % tile.k == 0 &&
-                      kMatrixRows % tile.m == 0 && serves(shape, dtype, tile);
+    const bool fits =
+        kTileColumns % tile.n == 0 && packed_tile_k(weight_dtype(dtype)) % tile.k == 0 && serves(shape, dtype, tile);
     if (fits && (!best || tile.m * tile.n * tile.k > best->m * best->n * best->k)) best = tile;
   }
   return best;
@@ -46,11 +49,23 @@ KernelRecord*& first_sycl_kernel() {
   return head;
 }
 
-Options Tiling::options() const {
+Tiling Tiling::of(DType dtype, const TileShape& tile, bool matrix, bool is_cpu) {
+  Tiling tiling{};
+  tiling.tile = {tile.m, tile.n, depth_of(dtype, tile.k)};
+  tiling.matrix = matrix;
+  tiling.lanes = tile.n;
+  // Four tiles of sums: of AMX's eight registers as of the 128 that a GPU's thread has by default, without spills.
+  tiling.tiles_m = matrix && tile.n == kTileColumns ? 2 : 1;
+  tiling.sub_groups = is_cpu ? 1 : kGpuSubGroups;
+  return tiling;
+}
+
+Options Tiling::options(DType dtype) const {
   const auto option = [](const char* name, int value) {
     return std::string("-DXOPT_") + name + "=" + std::to_string(value);
   };
-  return {option("MATRIX", matrix ? 1 : 0),
+  return {std::string("-DXOPT_DTYPE_") + dtype_name(dtype),
+          option("MATRIX", matrix ? 1 : 0),
           option("TM", tile.m),
           option("TN", tile.n),
           option("TK", tile.k),
@@ -83,16 +98,13 @@ KernelRecord* Stream::find(const char* name, const char* dtype) {
 const Tiling& Stream::tiling(DType dtype) {
   const auto known = tilings_.find(dtype);
   if (known != tilings_.end()) return known->second;
-  Tiling tiling{};
   const std::optional<TileShape> best = best_tile(facts_, dtype);
-  tiling.tile = best.value_or(TileShape{kPlainTile.m, kPlainTile.n, depth_of(dtype, kPlainTile.k)});
-  if (forced_) tiling.tile = {forced_->m, forced_->n, depth_of(dtype, forced_->k)};
-  tiling.matrix = std::any_of(facts_.matrix_shapes.begin(), facts_.matrix_shapes.end(),
-                              [&](const MatrixShape& shape) { return serves(shape, dtype, tiling.tile); });
-  tiling.lanes = tiling.tile.n;
-  tiling.tiles_m = tiling.matrix ? kMatrixRows / tiling.tile.m : 1;
-  tiling.sub_groups = is_cpu_ ? 1 : kGpuSubGroups;
-  return tilings_.emplace(dtype, tiling).first->second;
+  const TileShape bf16_tile = forced_.value_or(best ? bf16_depth(dtype, *best) : kPlainTile);
+  const bool matrix =
+      std::any_of(facts_.matrix_shapes.begin(), facts_.matrix_shapes.end(), [&](const MatrixShape& shape) {
+        return serves(shape, dtype, {bf16_tile.m, bf16_tile.n, depth_of(dtype, bf16_tile.k)});
+      });
+  return tilings_.emplace(dtype, Tiling::of(dtype, bf16_tile, matrix, is_cpu_)).first->second;
 }
 
 void* Stream::scratch(int64_t bytes) {

@@ -18,6 +18,14 @@ namespace xopt::sycl_device {
 
 using Options = std::vector<std::string>;
 
+// A source and what it is built with.
+struct Build {
+  std::string source;
+  Options options;
+};
+// All that a GPU would be asked to build for matrix units of this tile (of bf16): what tools check without one.
+std::vector<Build> gpu_builds(const TileShape& tile);
+
 // How the tiles of a dtype (that of A) are computed.
 struct Tiling {
   TileShape tile;
@@ -25,7 +33,8 @@ struct Tiling {
   int lanes;       // work-items in a sub-group
   int tiles_m;     // tiles of rows that a sub-group computes
   int sub_groups;  // of a work-group
-  Options options() const;
+  static Tiling of(DType dtype, const TileShape& bf16_tile, bool matrix, bool is_cpu);
+  Options options(DType dtype) const;
   int rows() const { return tile.m * tiles_m; }
 };
 
@@ -75,6 +84,8 @@ class Stream final : public Offload {
   int64_t synchronizations() const { return synchronizations_; }  // how often the host has waited
 
   const DeviceFacts& facts() const { return facts_; }
+  // Builds without running: for tools.
+  void build(const std::string& source, const Options& options) { programs_.program(source, options); }
   BuildCounts builds() const { return programs_.counts(); }
 
  private:
