@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <map>
@@ -12,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,9 +21,11 @@
 #include "runtime/affinity.h"
 #include "runtime/arena.h"
 #include "runtime/cpu.h"
+#include "runtime/outputs.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
 #include "runtime/trace.h"
+#include "runtime/tuner.h"
 
 namespace py = pybind11;
 
@@ -206,7 +210,104 @@ void bind_trace(py::module_& m) {
   m.def("stop_trace", &stop_trace);
   m.def("trace_dropped", &trace_dropped, "Entries that there was no room for.");
   m.def("trace_entries", &trace_entries,
-        "(start, end, busy, caller, threads, name) of each region, and with 0 threads of each name; times in ns.");
+        "(start, end, busy, caller, threads, name) of each region, with 0 threads of each name, with -1 of each tuned "
+        "instance; times in ns.");
+}
+
+// ---- Autotuning -----------------------------------------------------------------------------------------------------
+
+constexpr const char* kTuningModes[] = {"off", "use", "max"};
+
+TuningMode tuning_mode_of(const std::string& name) {
+  for (int i = 0; i < 3; ++i) {
+    if (name == kTuningModes[i]) return static_cast<TuningMode>(i);
+  }
+  throw py::value_error("unknown mode of autotuning '" + name + "'; known modes: off, use, max");
+}
+
+using ChoiceNumbers = std::vector<int>;
+
+ChoiceNumbers numbers_of(const Tuning& choice) {
+  return {choice.level,
+          choice.chunk_panels,
+          static_cast<int>(choice.chunk_rows),
+          choice.grid_rows,
+          static_cast<int>(choice.weights_stay),
+          static_cast<int>(choice.path)};
+}
+
+Tuning choice_of(const ChoiceNumbers& numbers) {
+  constexpr int kMost[] = {kIsaCount - 1, 127, 2, 32767, 2, 2};
+  bool known = numbers.size() == 6;
+  for (size_t i = 0; known && i < numbers.size(); ++i)
+    known = numbers[i] >= (i == 0 ? -1 : 0) && numbers[i] <= kMost[i];
+  if (!known) throw py::value_error("choice: expected what tuned_calls or tuning_candidates told");
+  Tuning choice;
+  choice.level = static_cast<int8_t>(numbers[0]);
+  choice.chunk_panels = static_cast<int8_t>(numbers[1]);
+  choice.chunk_rows = static_cast<TunedRows>(numbers[2]);
+  choice.grid_rows = static_cast<int16_t>(numbers[3]);
+  choice.weights_stay = static_cast<TunedStay>(numbers[4]);
+  choice.path = static_cast<TunedPath>(numbers[5]);
+  return choice;
+}
+
+TuningKey tuning_key(const std::string& kernel, const std::string& dtype, const std::string& level, int threads,
+                     const std::vector<int64_t>& sizes) {
+  find_kernel(kernel.c_str(), dtype.c_str());  // an error where there is none
+  return {kernel, dtype, isa_of_name(level), threads, sizes};
+}
+
+py::list rows_of(const std::vector<TunedCall>& calls) {
+  py::list rows;
+  for (const TunedCall& call : calls) {
+    const TuningKey& key = call.key;
+    rows.append(py::make_tuple(key.kernel, key.dtype, isa_name(key.level), key.threads, key.sizes,
+                               numbers_of(call.choice), instance_text(key, call.choice), call.seconds,
+                               call.default_seconds));
+  }
+  return rows;
+}
+
+void bind_tuning(py::module_& m) {
+  m.def(
+      "set_tuning", [](const std::string& mode) { set_process_tuning(tuning_mode_of(mode)); }, py::arg("mode"),
+      "Of all calls of the process that no scope says otherwise of: off, use or max.");
+  m.def(
+      "enter_tuning", [](const std::string& mode) { enter_tuning(tuning_mode_of(mode), {}); }, py::arg("mode"),
+      "Begins a scope of this thread.");
+  m.def(
+      "force_tuning", [](const ChoiceNumbers& choice) { enter_tuning(TuningMode::forced, choice_of(choice)); },
+      py::arg("choice"), "Begins a scope of this thread in which each call is run by this choice.");
+  m.def("leave_tuning", &leave_tuning, "Ends this thread's innermost scope: numbers of what was used in it.");
+  m.def(
+      "tuning_candidates",
+      [](const std::string& kernel, const std::string& dtype, int threads) {
+        const TuningKey key = tuning_key(kernel, dtype, isa_name(active_isa()), threads, {});
+        std::vector<std::pair<std::string, ChoiceNumbers>> found;
+        for (const Tuning& choice : tuning_candidates(key)) {
+          found.emplace_back(instance_text(key, choice), numbers_of(choice));
+        }
+        return found;
+      },
+      py::arg("kernel"), py::arg("dtype"), py::arg("threads"), "(instance, choice) of each that is tried.");
+  m.def(
+      "add_tuned",
+      [](const std::string& kernel, const std::string& dtype, const std::string& level, int threads,
+         const std::vector<int64_t>& sizes, const ChoiceNumbers& choice, double seconds, double default_seconds) {
+        add_tuned(
+            {tuning_key(kernel, dtype, level, threads, sizes), choice_of(choice), seconds, default_seconds, false});
+      },
+      py::arg("kernel"), py::arg("dtype"), py::arg("level"), py::arg("threads"), py::arg("sizes"), py::arg("choice"),
+      py::arg("seconds"), py::arg("default_seconds"));
+  m.def(
+      "tuned_calls", [] { return rows_of(tuned_calls()); },
+      "(kernel, dtype, level, threads, sizes, choice, instance, seconds, default's seconds), by number.");
+  m.def(
+      "take_fresh_tuned", [] { return rows_of(take_fresh()); },
+      "Of these, what was tried since the last call of this.");
+  m.def("has_fresh_tuned", &has_fresh, "Whether there is any such.");
+  m.def("forget_tuned", &forget_tuned);
 }
 
 // ---- xopt._C.testing: the runtime's parts on their own -----------------------------------------------------------
@@ -265,9 +366,28 @@ std::vector<uintptr_t> scratch_pieces(const std::vector<size_t>& sizes) {
   return addresses;
 }
 
+// Tunes a call that only waits, `seconds` by the choice; choices that are not named take as long as the first, which is
+// the heuristics' own: the instance that was found.
+std::string tune_waits(const std::vector<std::pair<ChoiceNumbers, double>>& seconds) {
+  static std::atomic<int64_t> calls{0};
+  const TuningKey key{"gemm", "f32", active_isa(), 1, {-1, ++calls}};
+  using Waits = std::vector<std::pair<ChoiceNumbers, double>>;
+  const auto wait = [](const void* context, const Tuning& choice) {
+    const Waits& all = *static_cast<const Waits*>(context);
+    double left = all.front().second;
+    for (const auto& [numbers, own] : all) left = choice_of(numbers) == choice ? own : left;
+    std::this_thread::sleep_for(std::chrono::duration<double>(left));
+  };
+  enter_tuning(TuningMode::max, {});
+  const Tuning chosen = choose_tuning(key, {wait, &seconds, nullptr, 0});
+  leave_tuning();
+  return instance_text(key, chosen);
+}
+
 void bind_testing(py::module_ m) {
   const py::call_guard<py::gil_scoped_release> unlocked;
   m.def("region_members", &region_members, py::arg("threads"));
+  m.def("tune_waits", &tune_waits, py::arg("seconds"), unlocked);
   m.def("nested_region", &nested_region, py::arg("threads"), unlocked);
   m.def("throwing_region", &throwing_region, py::arg("threads"), py::arg("thrower"), unlocked);
   m.def("scratch_pieces", &scratch_pieces, py::arg("sizes"), unlocked);
@@ -286,10 +406,20 @@ PYBIND11_MODULE(_C, m) {
         "Measures a roof, of kind f32, bf16, int8 or read: (seconds, operations or bytes in them, instruction).");
   bind_threads(m);
   bind_trace(m);
+  bind_tuning(m);
   m.def("set_arena_limit", &set_arena_limit, py::arg("bytes"),
         "For tests: scratch memory a thread may have in use; negative for no limit.");
   m.def("arena_bytes", &arena_bytes, "Bytes that all scratch arenas hold.");
   m.def("weight_bytes", &weight_bytes, "Bytes of the pages that packed weights lie on.");
+  m.def("set_kept_output_bytes", &set_kept_output_bytes, py::arg("bytes"),
+        "How much memory of freed outputs is held at most for the next ones.");
+  m.def(
+      "output_statistics",
+      [] {
+        const OutputStatistics of = output_statistics();
+        return py::make_tuple(of.live_bytes, of.kept_bytes, of.allocations, of.fresh_blocks);
+      },
+      "Of the memory of large outputs: bytes in use, bytes kept, allocations, and those that the system had to serve.");
   bind_testing(m.def_submodule("testing", "The runtime's parts on their own, for the tests."));
 }
 

@@ -19,6 +19,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def start(program: str) -> subprocess.Popen[str]:
+    """The program on its way, for several at once."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
 def output_of(program: str, **environment: str) -> str:
     """What the program prints; an error with all that it said where it fails."""
     done = run("-c", textwrap.dedent(program), **environment)

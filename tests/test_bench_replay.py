@@ -13,7 +13,9 @@ from torch import nn
 import xopt
 from xopt.bench import cli, replay
 from xopt.bench.errors import BenchError
-from xopt.bench.replay_contenders import RECORDED, Contender, contenders_of, levels_of
+from xopt.bench.recurrent_operands import lengths
+from xopt.bench.replay_contender import RECORDED, Contender, blockings_of, levels_of
+from xopt.bench.replay_contenders import contenders_of
 from xopt.bench.replay_operands import operands_of
 
 
@@ -22,17 +24,24 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.wider = nn.ConvTranspose2d(8, 8, 3, stride=2, padding=1, output_padding=1)
+        self.tags = nn.LSTM(16, 20, num_layers=2, bidirectional=True, batch_first=True)
+        self.states, self.plain = nn.GRU(40, 24), nn.RNN(24, 16)
         self.conv = nn.Conv2d(8, 16, 3, padding=1)
         self.up, self.down, self.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
         self.words = nn.Embedding(10, 16)
 
     def forward(self, image: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        rows = torch.relu(self.conv(image)).flatten(2).transpose(1, 2)
+        rows = torch.relu(self.conv(self.wider(image))).flatten(2).transpose(1, 2)
         rows = self.norm(rows + self.down(nn.functional.gelu(self.up(rows))))
         heads = rows.unflatten(-1, (2, 8)).transpose(1, 2)
         attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
         out: torch.Tensor = attended.transpose(1, 2).flatten(2) + self.words(ids)
-        return out
+        lengths = torch.full((out.shape[0],), out.shape[1])
+        lengths[-1] = 3
+        packed = nn.utils.rnn.pack_padded_sequence(self.tags(out)[0], lengths, batch_first=True)
+        sequences: torch.Tensor = self.plain(self.states(packed)[0])[0].data
+        return sequences
 
 
 @pytest.fixture(scope="module", params=[None, torch.float32, torch.bfloat16], ids=["plain", "f32", "bf16"])
@@ -40,14 +49,19 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     model: nn.Module = Layers().eval()
     if request.param is not None:
         model = xopt.optimize(model, dtype=request.param)
-    inputs = torch.randn(2, 8, 6, 6), torch.randint(0, 10, (2, 36))
+    inputs = torch.randn(2, 8, 3, 3), torch.randint(0, 10, (2, 36))
     taken = xopt.profile(model, *inputs, steps=1, warmup=2, roofs=False)
     file = tmp_path_factory.mktemp("replay") / "trace.json"
     taken.trace(file)
-    return replay.read_kernels(file)
+    # Lengths of sequences are no values to be made up.
+    return [kernel for kernel in replay.read_kernels(file) if "pack_padded" not in kernel["name"]]
 
 
-def test_each_kernel_is_replayed_and_contenders_agree(kernels: list[dict[str, Any]]) -> None:
+def test_each_kernel_is_replayed_and_contenders_agree(
+    kernels: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "MOST_COPIES", 2)
+    monkeypatch.setattr(replay, "LEAST_ROUNDS", 2)
     ran = []
     for kernel in kernels:
         result = replay.replay(kernel, all_instances=True, seconds=0.0)
@@ -55,11 +69,20 @@ def test_each_kernel_is_replayed_and_contenders_agree(kernels: list[dict[str, An
         assert not unknown, (kernel["name"], unknown)
         assert set(result.hot) == set(result.cold)
         assert RECORDED in result.cold, (kernel["name"], result.failures)
-        assert {f"xopt, {level}" for level in levels_of(kernel)} <= set(result.cold)
+        instances = [*levels_of(kernel), *(name for name, _ in blockings_of(kernel))]
+        assert {f"xopt, {name}" for name in instances} <= set(result.cold)
+        if kernel["operator"] in ("xopt::linear", "xopt::conv", "xopt::conv_transpose"):
+            assert len(instances) > len(levels_of(kernel)) > 1
         assert result.verdict().startswith(kernel["name"])
         ran += [name for name in result.cold if name != RECORDED]
     assert any(name.startswith("xopt, ") for name in ran)
     assert any(name.startswith("oneDNN") for name in ran) or not torch.backends.mkldnn.is_available()
+    operators = {kernel["operator"] for kernel in kernels}
+    if "xopt::linear" in operators:
+        assert {"xopt::recurrent", "xopt::conv_transpose"} <= operators
+        recurrent = [kernel for kernel in kernels if kernel["operator"] == "xopt::recurrent"]
+        assert {kernel["arguments"]["cell"] for kernel in recurrent} == {"lstm", "gru", "rnn_tanh"}
+        assert ran.count("torch") >= len(recurrent)
 
 
 def test_operands_are_those_that_were_recorded(kernels: list[dict[str, Any]]) -> None:
@@ -104,3 +127,11 @@ def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     data.write_text("[]")
     with pytest.raises(BenchError, match="expected what xopt-profile"):
         replay.read_kernels(data)
+
+
+@pytest.mark.parametrize(("steps", "batch", "rows"), [(5, 1, 5), (36, 2, 39), (10, 4, 22), (3, 3, 9)])
+def test_lengths_of_sequences_are_possible(steps: int, batch: int, rows: int) -> None:
+    sizes = lengths(steps, batch, rows).tolist()
+    assert (len(sizes), sizes[0], sum(sizes)) == (steps, batch, rows)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] >= 1

@@ -103,17 +103,62 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, 64))  # type: ignore[no-any-return]
 
 
-class Positions(nn.Module):
-    """What it adds is made of a buffer alone, by layers of its own."""
+class Parallel(nn.Module):
+    """Attention and MLP of one input, as in Phi; the key has no bias, as in Whisper."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.linspace(-1, 1, 14).reshape(7, 2))
+        self.query, self.key, self.value = nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part(x).unflatten(-1, (4, 16)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
+        return attended + self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Tokens(nn.Module):
+    """Sizes of the input are what it expands a parameter and a buffer by."""
+
+    numbers: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(1, 1, 64))
+        self.positions = nn.Embedding(32, 64)
+        self.register_buffer("numbers", torch.arange(32).flip(0)[None])
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = self.numbers[:, : x.shape[1] + 1].expand(x.shape[0], -1)
+        x = torch.cat([self.first.expand(x.shape[0], -1, -1), x], dim=1)
+        return self.norm(x + self.positions(numbers))  # type: ignore[no-any-return]
+
+
+class Table(nn.Module):
+    """Holds something, and computes nothing."""
+
+    values: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.linspace(-1, 1, 14).reshape(7, 2))
+
+
+class Positions(nn.Module):
+    """What it adds is made of a buffer alone, by layers of its own; the buffer may be another module's."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.holder = Table()
+        self.register_buffer("table", None if apart else self.holder.values)
         self.mlp = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 64))
         self.linear = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        table = self.mlp(self.table)
+        table = self.mlp(self.holder.values if self.table is None else self.table)
         assert isinstance(table, Tensor)
         return functional.relu(self.linear(x)) + table.amax(0)
 
@@ -159,8 +204,11 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "rms_norm": (WrittenOutRmsNorm, ["rms_norm"]),
     "rms_norm with offset": (lambda: WrittenOutRmsNorm(1.0), ["rms_norm"]),
     "attention": (Attention, ["merged linear", "attention"]),
+    "parallel": (Parallel, ["merged linear", "attention", "linear+gelu_erf", "linear+add"]),
     "factors of one": (Rescaled, ["linear+add"]),
-    "positions": (Positions, ["linear+relu"]),
+    "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
+    "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),
+    "tokens": (Tokens, ["add+layer_norm"]),
     "named results": (Highest, ["linear+relu"]),
     "causal attention": (lambda: Attention(True), ["merged linear", "attention"]),
 }
@@ -598,10 +646,12 @@ def test_changed_biases_of_merged_layers_are_seen() -> None:
     x = torch.randn(3, 64)
     before = model(x)
     assert "merged linear" in str(xopt.report(model))
-    by_layer = [0.0, 1.0, 2.0]
+    by_layer = [3.0, 1.0, 2.0]
     model.key.bias.add_(by_layer[1])
     model(x)
     model.value.bias = nn.Parameter(model.value.bias + by_layer[2], requires_grad=False)
+    model(x)
+    model.query.bias.data.add_(by_layer[0])  # which no version counts
     assert torch.allclose(model(x) - before, torch.tensor(by_layer).repeat_interleave(64).expand(3, -1), atol=1e-5)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 

@@ -14,56 +14,16 @@ from hypothesis import strategies as st
 
 from tests import cases, reference
 from tests.cases import DTYPES
+from tests.conv_cases import VALUES, ImageCase, Operands, is_too_much, joined, last, numbers, sample_operands
 from tests.families import Family, expect_equal, expect_values, flushes_denormals
-from tests.test_linear import sample_activation
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt
 
 
 @dataclass(frozen=True)
-class ConvCase:
-    seed: int = 0
-    images: int = 1
-    size: str = "5x5"
-    channels: int = 1  # of a group
-    out_channels: int = 1  # of a group
-    groups: int = 1
-    kernel: str = "3x3"
-    stride: str = "1x1"
-    dilation: str = "1x1"
+class ConvCase(ImageCase):
     padding: str = "0x0x0x0"  # before and after, for each dimension
-    packed: str = "f32"
-    input: str = "f32"
-    weight: str = "f32"
-    out: str = ""
-    input_values: str = "normal"
-    weight_values: str = "normal"
-    other_values: str = "normal"
-    layout: str = "channels_last"
-    weight_layout: str = "contiguous"
-    bias: str = ""
-    scale: str = ""
-    activation: str = "none"
-    alpha: float = 0.0
-    beta: float = 0.0
-    binary: str = "none"
-    other: str = "f32"
-    other_layout: str = "channels_last"
-    activation_last: bool = False
-
-
-LAYOUTS = {"channels_last": 50, "contiguous": 20, "channel_slice": 10, "image_step": 8, "pixel_step": 6, "expanded": 6}
-VALUES = {kind: weight for kind, weight in cases.VALUE_WEIGHTS.items() if kind != "specials"}
-WORK_LIMIT = 600_000
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split("x")]
-
-
-def joined(values: list[int]) -> str:
-    return "x".join(map(str, values))
 
 
 def output_size(case: ConvCase) -> list[int]:
@@ -73,13 +33,6 @@ def output_size(case: ConvCase) -> list[int]:
         (size + padding[2 * i] + padding[2 * i + 1] - dilation * (kernel - 1) - 1) // stride + 1
         for i, (size, kernel, stride, dilation) in enumerate(each)
     ]
-
-
-def work(case: ConvCase) -> int:
-    total = case.images * case.groups * case.channels * case.out_channels
-    for size in (*output_size(case), *numbers(case.kernel)):
-        total *= size
-    return total
 
 
 def sample_geometry(rng: random.Random) -> dict[str, Any]:
@@ -111,7 +64,7 @@ def sample_geometry(rng: random.Random) -> dict[str, Any]:
 
 def sample(rng: random.Random) -> ConvCase:
     geometry = sample_geometry(rng)
-    while work(ConvCase(**geometry)) > WORK_LIMIT:
+    while is_too_much(ConvCase(**geometry), output_size(ConvCase(**geometry))):
         geometry = sample_geometry(rng)
     packed = rng.choice(cases.FLOATS)
     input_values, weight_values = cases.pick(rng, cases.VALUE_WEIGHTS), cases.pick(rng, VALUES)
@@ -120,50 +73,7 @@ def sample(rng: random.Random) -> ConvCase:
         input_values = "normal"  # infinities reach the neighbouring groups, or meet what may be flushed to zero
     if weight_values == "huge" and packed == "f16":
         weight_values = "normal"  # infinite in fp16, and nobody says what an infinite weight makes of padding
-    if "integers" in (input_values, weight_values) and rng.random() < 0.7:
-        input_values = weight_values = "integers"
-    fields: dict[str, Any] = {
-        "seed": rng.randrange(1_000_000),
-        "packed": packed,
-        "input": packed if rng.random() < 0.6 else rng.choice(cases.FLOATS),
-        "weight": packed if rng.random() < 0.6 else rng.choice(cases.FLOATS),
-        "out": rng.choice(("", "", *cases.FLOATS)),
-        "input_values": input_values,
-        "weight_values": weight_values,
-        "other_values": "integers" if input_values == weight_values == "integers" else "normal",
-        "layout": cases.pick(rng, LAYOUTS),
-        "weight_layout": rng.choice(("contiguous", "channels_last", "swapped", "k_strided")),
-        "bias": rng.choice(("", *cases.FLOATS)),
-        "scale": rng.choice(("", "", *cases.FLOATS)),
-    }
-    if rng.random() < 0.6:
-        fields.update(sample_activation(rng))
-    if rng.random() < 0.4:
-        fields.update(binary=rng.choice(("add", "mul")), other=rng.choice(cases.FLOATS))
-        fields.update(other_layout=cases.pick(rng, LAYOUTS), activation_last=rng.random() < 0.5)
-    return ConvCase(**geometry, **fields)
-
-
-def image(kind: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, layout: str) -> Tensor:
-    """[images, channels, spatial...] in some layout, amid poison where it is a part of something."""
-    x = cases.values(kind, shape, dtype, generator)
-    if layout == "contiguous":
-        return x
-    if layout == "expanded":
-        return last(x)[:1].expand(x.shape)
-    store_shape = list(shape)
-    dim, step = {"channel_slice": (1, 1), "image_step": (0, 2), "pixel_step": (-1, 2)}.get(layout, (0, 1))
-    store_shape[dim] = shape[dim] + 5 if layout == "channel_slice" else shape[dim] * step
-    store = last(cases.poisoned(store_shape, dtype))
-    view = store.narrow(1, 3, shape[1]) if layout == "channel_slice" else store
-    if step == 2:
-        view = view[::2] if dim == 0 else view[..., ::2]
-    return view.copy_(x)
-
-
-def last(x: Tensor) -> Tensor:
-    """The same with the channels last in memory."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return ConvCase(**geometry, **sample_operands(rng, packed, input_values, weight_values))
 
 
 def patches(x: Tensor, case: ConvCase) -> Tensor:
@@ -202,40 +112,16 @@ def expected_conv(
 
 
 def check(case: ConvCase) -> None:
-    generator = torch.Generator().manual_seed(case.seed)
-    kernel, total = numbers(case.kernel), case.groups * case.out_channels
-    shape = (case.images, case.groups * case.channels, *numbers(case.size))
-    x = image(case.input_values, shape, DTYPES[case.input], generator, case.layout)
-    weight = cases.values(case.weight_values, (total, case.channels, *kernel), DTYPES[case.weight], generator)
-    weight = last(weight) if case.weight_layout == "channels_last" else cases.laid_out(weight, case.weight_layout)
-    bias = cases.tensor(case.other_values, (total,), DTYPES[case.bias], generator) if case.bias else None
-    scale = cases.tensor(case.other_values, (total,), DTYPES[case.scale], generator) if case.scale else None
-    out_shape = (case.images, total, *output_size(case))
-    other = None
-    if case.binary != "none":
-        other = image(case.other_values, out_shape, DTYPES[case.other], generator, case.other_layout)
+    total = case.groups * case.out_channels
+    weight_shape = (total, case.channels, *numbers(case.kernel))
+    operands = Operands.of(case, weight_shape, output_size(case))
+    x, weight = operands.input, operands.weight
     compute = DTYPES[case.packed]
     packed = ops.conv_pack(weight, case.groups, dtype=compute)
     expect_equal("the unpacked weight", ops.conv_unpack(packed, weight.shape, case.groups, compute), weight.to(compute))
-    got = ops.conv(
-        x,
-        packed,
-        weight.shape,
-        bias,
-        stride=numbers(case.stride),
-        padding=numbers(case.padding),
-        dilation=numbers(case.dilation),
-        groups=case.groups,
-        scale=scale,
-        activation=case.activation,
-        alpha=case.alpha,
-        beta=case.beta,
-        binary=case.binary,
-        other=other,
-        activation_last=case.activation_last,
-        out_dtype=DTYPES[case.out] if case.out else None,
-    )
-    expected = expected_conv(case, x, weight, bias, scale, other)
+    geometry = {name: numbers(getattr(case, name)) for name in ("stride", "padding", "dilation")}
+    got = ops.conv(x, packed, weight.shape, operands.bias, groups=case.groups, **geometry, **operands.after(case))
+    expected = expected_conv(case, x, weight, operands.bias, operands.scale, operands.other)
     out_dtype = DTYPES[case.out or case.input]
     in_memory = (case.images, *output_size(case), total)
     expect_values("the output", got.movedim(1, -1), expected, in_memory, out_dtype, flushes_denormals(compute))

@@ -13,48 +13,18 @@ import torch
 
 from tests import cases
 from tests.cases import DTYPES
+from tests.conv_cases import VALUES, ImageCase, Operands, is_too_much, joined, last, numbers, sample_operands
 from tests.families import Family, expect_equal, expect_values, flushes_denormals
-from tests.test_conv import LAYOUTS, VALUES, ConvCase, expected_conv, image, joined, last, numbers
-from tests.test_linear import sample_activation
+from tests.test_conv import ConvCase, expected_conv
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt
 
 
 @dataclass(frozen=True)
-class ConvTransposeCase:
-    seed: int = 0
-    images: int = 1
-    size: str = "5x5"
-    channels: int = 1  # of a group
-    out_channels: int = 1  # of a group
-    groups: int = 1
-    kernel: str = "3x3"
-    stride: str = "1x1"
-    dilation: str = "1x1"
+class ConvTransposeCase(ImageCase):
     padding: str = "0x0"
     output_padding: str = "0x0"
-    packed: str = "f32"
-    input: str = "f32"
-    weight: str = "f32"
-    out: str = ""
-    input_values: str = "normal"
-    weight_values: str = "normal"
-    other_values: str = "normal"
-    layout: str = "channels_last"
-    weight_layout: str = "contiguous"
-    bias: str = ""
-    scale: str = ""
-    activation: str = "none"
-    alpha: float = 0.0
-    beta: float = 0.0
-    binary: str = "none"
-    other: str = "f32"
-    other_layout: str = "channels_last"
-    activation_last: bool = False
-
-
-WORK_LIMIT = 600_000
 
 
 def output_size(case: ConvTransposeCase) -> list[int]:
@@ -63,13 +33,6 @@ def output_size(case: ConvTransposeCase) -> list[int]:
         (size - 1) * stride + dilation * (kernel - 1) + extra + 1 - 2 * padding
         for size, kernel, stride, dilation, padding, extra in zip(*map(numbers, fields), strict=True)
     ]
-
-
-def work(case: ConvTransposeCase) -> int:
-    total = case.images * case.groups * case.channels * case.out_channels
-    for size in (*output_size(case), *numbers(case.kernel)):
-        total *= size
-    return total
 
 
 def sample_geometry(rng: random.Random) -> dict[str, Any]:
@@ -98,7 +61,7 @@ def sample_geometry(rng: random.Random) -> dict[str, Any]:
 
 def is_possible(geometry: dict[str, Any]) -> bool:
     case = ConvTransposeCase(**geometry)
-    return min(output_size(case)) > 0 and work(case) <= WORK_LIMIT
+    return min(output_size(case)) > 0 and not is_too_much(case, output_size(case))
 
 
 def sample(rng: random.Random) -> ConvTransposeCase:
@@ -109,28 +72,7 @@ def sample(rng: random.Random) -> ConvTransposeCase:
     input_values, weight_values = (cases.pick(rng, VALUES) for _ in range(2))
     if "huge" in (input_values, weight_values):  # infinite in fp16, and the reference has zeros to multiply with
         input_values = weight_values = "normal"
-    if "integers" in (input_values, weight_values) and rng.random() < 0.7:
-        input_values = weight_values = "integers"
-    fields: dict[str, Any] = {
-        "seed": rng.randrange(1_000_000),
-        "packed": packed,
-        "input": packed if rng.random() < 0.6 else rng.choice(cases.FLOATS),
-        "weight": packed if rng.random() < 0.6 else rng.choice(cases.FLOATS),
-        "out": rng.choice(("", "", *cases.FLOATS)),
-        "input_values": input_values,
-        "weight_values": weight_values,
-        "other_values": "integers" if input_values == weight_values == "integers" else "normal",
-        "layout": cases.pick(rng, LAYOUTS),
-        "weight_layout": rng.choice(("contiguous", "channels_last", "swapped", "k_strided")),
-        "bias": rng.choice(("", *cases.FLOATS)),
-        "scale": rng.choice(("", "", *cases.FLOATS)),
-    }
-    if rng.random() < 0.6:
-        fields.update(sample_activation(rng))
-    if rng.random() < 0.4:
-        fields.update(binary=rng.choice(("add", "mul")), other=rng.choice(cases.FLOATS))
-        fields.update(other_layout=cases.pick(rng, LAYOUTS), activation_last=rng.random() < 0.5)
-    return ConvTransposeCase(**geometry, **fields)
+    return ConvTransposeCase(**geometry, **sample_operands(rng, packed, input_values, weight_values))
 
 
 def spread_out(x: Tensor, case: ConvTransposeCase) -> Tensor:
@@ -172,44 +114,19 @@ def as_conv(case: ConvTransposeCase, x: Tensor, weight: Tensor) -> tuple[ConvCas
 
 
 def check(case: ConvTransposeCase) -> None:
-    generator = torch.Generator().manual_seed(case.seed)
-    total = case.groups * case.out_channels
-    shape = (case.images, case.groups * case.channels, *numbers(case.size))
     weight_shape = (case.groups * case.channels, case.out_channels, *numbers(case.kernel))
-    x = image(case.input_values, shape, DTYPES[case.input], generator, case.layout)
-    weight = cases.values(case.weight_values, weight_shape, DTYPES[case.weight], generator)
-    weight = last(weight) if case.weight_layout == "channels_last" else cases.laid_out(weight, case.weight_layout)
-    bias = cases.tensor(case.other_values, (total,), DTYPES[case.bias], generator) if case.bias else None
-    scale = cases.tensor(case.other_values, (total,), DTYPES[case.scale], generator) if case.scale else None
-    out_shape = (case.images, total, *output_size(case))
-    other = None
-    if case.binary != "none":
-        other = image(case.other_values, out_shape, DTYPES[case.other], generator, case.other_layout)
+    operands = Operands.of(case, weight_shape, output_size(case))
+    x, weight = operands.input, operands.weight
     compute = DTYPES[case.packed]
     taps: dict[str, Any] = {"stride": numbers(case.stride), "dilation": numbers(case.dilation)}
     packed = ops.conv_transpose_pack(weight, case.groups, **taps, dtype=compute)
     unpacked = ops.conv_transpose_unpack(packed, weight.shape, case.groups, **taps, dtype=compute)
     expect_equal("the unpacked weight", unpacked, weight.to(compute))
-    got = ops.conv_transpose(
-        x,
-        packed,
-        weight.shape,
-        bias,
-        **taps,
-        padding=numbers(case.padding),
-        output_padding=numbers(case.output_padding),
-        groups=case.groups,
-        scale=scale,
-        activation=case.activation,
-        alpha=case.alpha,
-        beta=case.beta,
-        binary=case.binary,
-        other=other,
-        activation_last=case.activation_last,
-        out_dtype=DTYPES[case.out] if case.out else None,
-    )
-    expected = expected_conv(*as_conv(case, x, weight), bias, scale, other)
-    in_memory = (case.images, *output_size(case), total)
+    geometry = taps | {name: numbers(getattr(case, name)) for name in ("padding", "output_padding")}
+    after = operands.after(case)
+    got = ops.conv_transpose(x, packed, weight.shape, operands.bias, groups=case.groups, **geometry, **after)
+    expected = expected_conv(*as_conv(case, x, weight), operands.bias, operands.scale, operands.other)
+    in_memory = (case.images, *output_size(case), case.groups * case.out_channels)
     dtype = DTYPES[case.out or case.input]
     expect_values("the output", got.movedim(1, -1), expected, in_memory, dtype, flushes_denormals(compute))
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 import xopt
 from tests import cases, reference
 from tests.cases import DTYPES
+from tests.conv_cases import LAYOUTS, image, joined, last, numbers
 from tests.families import Family, expect_values
-from tests.test_conv import LAYOUTS, image, joined, last, numbers
 
 ops = torch.ops.xopt
 

@@ -81,32 +81,6 @@ def test_memory_is_bound_to_the_node(tmp_path: pathlib.Path) -> None:
     assert re.fullmatch(r"bind[^:]*:\d[\d,-]*", done.stdout.strip())
 
 
-def test_denied_calls_are_told_once_and_do_no_harm(tmp_path: pathlib.Path) -> None:
-    """A CPU and a node that cannot be are denied as a container denies real ones."""
-    mark = uuid.uuid4().hex
-    program = """
-        import sys, xopt_launch
-        xopt_launch.enter_package()
-        from xopt.launch import plan, process
-        memory = plan.MemoryPolicy("bind", (900,))
-        command = (sys.executable, "-c", "print('ran')")
-        instances = tuple(plan.Instance(i, (99999,), 1, (0,), memory, "default", {}, command) for i in range(3))
-        result = process.run(instances, process.Manner(say=lambda text: print("said", text, flush=True)))
-        print("status", result.status)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        env=launched.environment(mark),
-    )
-    said = lines_of(done)
-    assert [line for line in said if line.endswith("ran")] == ["[0] ran", "[1] ran", "[2] ran"]
-    complaints = [line for line in said if line.startswith("said denied")]
-    assert [complaint.split()[2] for complaint in complaints] == ["sched_setaffinity:", "set_mempolicy:"]
-    assert "status 0" in said
-
-
 # ---- Ends -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from tests import fresh_process
 from tests.test_sanitizer import sanitizer_is_loaded
-from xopt.runtime import memory_pool
-from xopt.runtime.memory import LIBRARY
+from xopt.runtime import POOL_LIBRARY, memory_pool
 
 pytestmark = pytest.mark.skipif(sanitizer_is_loaded(), reason="NOT RUN: a sanitizer brings a malloc of its own")
 
@@ -40,7 +39,7 @@ def steady_faults():
 
 def output_of(program: str, *, preloaded: bool = True) -> Any:
     """What the program printed, as JSON."""
-    environment = {"LD_PRELOAD": str(LIBRARY)} if preloaded else {}
+    environment = {"LD_PRELOAD": str(POOL_LIBRARY)} if preloaded else {}
     return json.loads(fresh_process.output_of(program, **environment))
 
 

@@ -170,8 +170,13 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_less_exact_than_torch(name: str, dtype: torch.dtype, channels_last: bool) -> None:
+    expect_no_less_exact(*MODELS[name], dtype, channels_last)
+
+
+def expect_no_less_exact(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool
+) -> None:
     torch.manual_seed(1)
-    make, shape = MODELS[name]
     source, x = settled(make()), torch.randn(shape)
     if channels_last and len(shape) != 4:
         pytest.skip("torch has this layout for images only")
@@ -182,9 +187,11 @@ def test_no_less_exact_than_torch(name: str, dtype: torch.dtype, channels_last: 
         plain = copy.deepcopy(source).to(dtype)(x.to(dtype))
         optimized = xopt.optimize(source, dtype=dtype)
         result = optimized(x)
+        expected_strides = source(x).stride()
     assert result.dtype == torch.float32
     assert type(optimized) is type(source)
     assert result.shape == exact.shape
+    assert result.stride() == expected_strides
     assert relative_error(result, exact) <= 1.1 * relative_error(plain, exact) + ROUNDING
     assert xopt.report(optimized).optimized_conv_share == 1.0
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import xopt
+from tests.conv_cases import last
 from tests.families import kernel_calls
-from tests.test_conv import last
-from tests.test_optimize_conv import DTYPES, ROUNDING, fused_in, relative_error, settled
+from tests.test_optimize_conv import DTYPES, expect_no_less_exact, fused_in, settled
 
 
 class Decoder(nn.Module):
@@ -80,24 +80,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_less_exact_than_torch(name: str, dtype: torch.dtype, channels_last: bool) -> None:
-    torch.manual_seed(1)
-    make, shape = MODELS[name]
-    source, x = settled(make()), torch.randn(shape)
-    if channels_last and len(shape) != 4:
-        pytest.skip("torch has this layout for images only")
-    if channels_last:
-        source, x = source.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    with torch.no_grad():
-        exact = copy.deepcopy(source).double()(x.double())
-        plain = copy.deepcopy(source).to(dtype)(x.to(dtype))
-        optimized = xopt.optimize(source, dtype=dtype)
-        result = optimized(x)
-        expected_strides = source(x).stride()
-    assert result.dtype == torch.float32
-    assert result.shape == exact.shape
-    assert result.stride() == expected_strides
-    assert relative_error(result, exact) <= 1.1 * relative_error(plain, exact) + ROUNDING
-    assert xopt.report(optimized).optimized_conv_share == 1.0
+    expect_no_less_exact(*MODELS[name], dtype, channels_last)
 
 
 def test_what_is_fused() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 import xopt
 from tests import cases, reference
 from tests.cases import DTYPES
+from tests.conv_cases import LAYOUTS, image, joined, last, numbers
 from tests.families import Family, expect_values, kernel_calls
-from tests.test_conv import LAYOUTS, image, joined, last, numbers
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt

@@ -17,7 +17,7 @@ import pytest
 
 from tests import fresh_process
 from tests.test_sanitizer import sanitizer_is_loaded
-from xopt.runtime.memory import LIBRARY
+from xopt.runtime import POOL_LIBRARY
 
 pytestmark = pytest.mark.skipif(sanitizer_is_loaded(), reason="NOT RUN: a sanitizer brings a malloc of its own")
 
@@ -59,13 +59,13 @@ def holds(block, bytes_, value): return ctypes.string_at(block, bytes_) == bytes
 
 def bare(program: str) -> Any:
     """What the program printed, as JSON."""
-    return json.loads(fresh_process.output_of(BARE + textwrap.dedent(program), LD_PRELOAD=str(LIBRARY)))
+    return json.loads(fresh_process.output_of(BARE + textwrap.dedent(program), LD_PRELOAD=str(POOL_LIBRARY)))
 
 
 def test_the_library_needs_libc_alone() -> None:
     if shutil.which("readelf") is None:
         pytest.skip("NOT RUN: there is no readelf")
-    done = subprocess.run(["readelf", "-d", str(LIBRARY)], capture_output=True, text=True, check=True)
+    done = subprocess.run(["readelf", "-d", str(POOL_LIBRARY)], capture_output=True, text=True, check=True)
     needed = [line.partition("[")[2].rstrip("]") for line in done.stdout.splitlines() if "(NEEDED)" in line]
     assert [name for name in needed if not name.startswith(("libc.so", "libdl.so", "libpthread.so"))] == []
     assert needed
@@ -73,7 +73,7 @@ def test_the_library_needs_libc_alone() -> None:
 
 def test_programs_run_as_ever_under_the_library() -> None:
     for program in (["/bin/sh", "-c", "echo fine"], ["/bin/ls", "-d", "/"]):
-        done = subprocess.run(program, capture_output=True, text=True, env={"LD_PRELOAD": str(LIBRARY)})
+        done = subprocess.run(program, capture_output=True, text=True, env={"LD_PRELOAD": str(POOL_LIBRARY)})
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout
 
@@ -341,7 +341,8 @@ def test_without_address_space_malloc_is_as_it_was() -> None:
         limits = (60 << 20, 60 << 20)
         done = subprocess.run(
             [sys.executable, "-S", "-c", {textwrap.dedent(program)!r}], capture_output=True, text=True,
-            env={{"LD_PRELOAD": {str(LIBRARY)!r}}}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limits))
+            env={{"LD_PRELOAD": {str(POOL_LIBRARY)!r}}},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limits))
         print(done.stdout or done.stderr)
     """
     assert json.loads(fresh_process.output_of(limited)) == [True, -1]

@@ -20,9 +20,7 @@ import xopt
 from tests import fresh_process
 from xopt import _C
 from xopt.profiling import Profile, roof_cache, session
-from xopt.profiling.analysis import _device_rows
-from xopt.profiling.category import CATEGORIES, device_category
-from xopt.profiling.events import DeviceKernel
+from xopt.profiling.category import CATEGORIES
 from xopt.profiling.timeline import Piece, clipped, covered, deal_out
 from xopt.roofs import KINDS, Roof, Roofs
 from xopt.runtime import CorePool, MultiStream
@@ -396,7 +394,7 @@ def test_kernels_are_compared_with_the_roof_of_their_dtype(monkeypatch: pytest.M
         assert kernel.bound == "compute"
 
 
-# ---- Findings, other devices -----------------------------------------------------------------------------------------
+# ---- Findings --------------------------------------------------------------------------------------------------------
 
 
 def test_layout_changes_are_found_and_named() -> None:
@@ -410,35 +408,3 @@ def test_layout_changes_are_found_and_named() -> None:
     finding = next(finding for finding in taken.findings if "layout changes" in finding)
     assert "around `*`" in finding
     assert "channels_last would remove them" in finding
-
-
-@pytest.mark.parametrize(
-    ("name", "op", "category"),
-    [
-        ("triton_poi_fused_add_gelu_0", "", "pointwise"),
-        ("triton_red_fused_mean_1", "", "reduction"),
-        ("triton_per_fused_native_layer_norm_2", "", "persistent reduction"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "aten::mm", "gemm"),
-        ("nvjet_hsh_128x256", "aten::addmm", "gemm"),
-        ("cudnn::implicit_convolve_sgemm", "aten::cudnn_convolution", "conv"),
-        ("void pytorch_flash::flash_fwd_kernel", "", "attention"),
-        ("Memcpy HtoD (Pageable -> Device)", "aten::copy_", "reorder"),
-        ("void at::native::vectorized_elementwise_kernel<4>", "aten::relu", "pointwise"),
-        ("void at::native::reduce_kernel<512>", "aten::sum", "reduction"),
-    ],
-)
-def test_kernels_of_other_devices_have_categories(name: str, op: str, category: str) -> None:
-    assert device_category(name, op) == category
-
-
-def test_kernels_of_other_devices_are_told_by_device_with_the_time_it_was_busy() -> None:
-    kernels = [
-        DeviceKernel("triton_poi_fused_0", 0, 1000, "cuda:0", 7, ""),
-        DeviceKernel("triton_poi_fused_0", 500, 2000, "cuda:0", 8, ""),
-        DeviceKernel("nvjet_0", 3000, 4000, "cuda:1", 7, "aten::mm"),
-    ]
-    rows = {(row["device"], row["category"]): row for row in _device_rows(kernels)}
-    assert rows["cuda:0", "pointwise"]["calls"] == 2
-    assert rows["cuda:0", "pointwise"]["seconds"] == pytest.approx(2.5e-6)
-    assert rows["cuda:0", "busy"]["seconds"] == pytest.approx(2e-6)
-    assert rows["cuda:1", "gemm"]["seconds"] == pytest.approx(1e-6)

@@ -7,7 +7,6 @@ vectors, and what that leaves unproven is said at the end of the run.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +67,7 @@ def test_products_run_on_matrix_units(tmp_path: Path, monkeypatch: pytest.Monkey
     """The machine code that the driver makes has AMX's products, for bf16 and int8, in its own tile and in XMX's."""
     if not xopt.capabilities().features["amx_bf16"]:
         pytest.skip("NOT RUN: SYCL products on AMX (joint_matrix), which this CPU lacks; the plain tiles ran instead")
-    monkeypatch.setattr(xopt.config, "current", dataclasses.replace(xopt.config.current, cache_folder=tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for tile, dtype in ((None, "bf16"), (XMX_TILE, "bf16"), (XMX_TILE, "s8")):
         with sycl.device("cpu", tile=tile) as device:
             assert device.tile(dtype).matrix, f"{dtype} in {device.tile(dtype)}"
@@ -79,7 +78,7 @@ def test_products_run_on_matrix_units(tmp_path: Path, monkeypatch: pytest.Monkey
             run_family("qlinear", count=20)
 
     in_other_thread(run)
-    codes = [path.read_bytes() for path in (tmp_path / "sycl").iterdir()]
+    codes = [path.read_bytes() for path in (tmp_path / "xopt" / "sycl").iterdir()]
     assert any(has_vex_instruction(code, 0x5C, prefix=2) for code in codes), "no tdpbf16ps"
     assert any(has_vex_instruction(code, 0x5E, prefix=3) for code in codes), "no tdpbssd"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -71,13 +70,13 @@ def counts(builds: sycl.Builds) -> tuple[int, int, int]:
 
 @needs_sycl
 def test_kernels_are_kept_and_damaged_ones_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xopt.config, "current", dataclasses.replace(xopt.config.current, cache_folder=tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, builds = norm_in_fresh_stream()
     assert counts(builds) == (1, 0, 0)
     again, builds = norm_in_fresh_stream()
     assert counts(builds) == (0, 1, 0)
     assert torch.equal(first, again)
-    (kept,) = (tmp_path / "sycl").iterdir()
+    (kept,) = (tmp_path / "xopt" / "sycl").iterdir()
     whole = kept.read_bytes()
     damaged = bytearray(whole)
     damaged[len(damaged) - 100] ^= 1
@@ -95,7 +94,7 @@ def test_kernels_are_kept_and_damaged_ones_made_anew(tmp_path: Path, monkeypatch
 def test_where_nothing_can_be_kept_kernels_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a folder")
-    monkeypatch.setattr(xopt.config, "current", dataclasses.replace(xopt.config.current, cache_folder=in_the_way))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))
     _, builds = norm_in_fresh_stream()
     assert counts(builds) == (1, 0, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,11 @@ def make(name: str) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_no_less_exact_than_torch_in_that_dtype(name: str, dtype: torch.dtype) -> None:
     _, inputs, output = MODELS[name]
-    source = make(name)
+    check_exactness(make(name), inputs, output, dtype)
+
+
+def check_exactness(source: Any, inputs: dict[str, torch.Tensor], output: str, dtype: torch.dtype) -> Any:
+    """Of the optimized model, which is returned; also its keys, and its share of work on xopt's operators."""
     optimized = xopt.optimize(source, dtype=dtype)
     assert type(optimized) is type(source)
     assert list(optimized.state_dict()) == list(source.state_dict())
@@ -141,6 +146,7 @@ def test_no_less_exact_than_torch_in_that_dtype(name: str, dtype: torch.dtype) -
     assert result.dtype == torch.float32
     rounding = torch.finfo(torch.float32).eps * 8  # at fp32, both are as good as exact
     assert relative_error(result, exact) <= 1.1 * relative_error(theirs, exact) + rounding
+    return optimized
 
 
 def as_dtype(inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -158,6 +164,26 @@ def test_generate(name: str) -> None:
     expected = model.generate(WORDS, **arguments)
     assert torch.equal(xopt.optimize(model, dtype=torch.float32).generate(WORDS, **arguments), expected)
     assert xopt.optimize(model, dtype=torch.bfloat16).generate(WORDS, **arguments).shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=["", "beams", "static"]
+)
+@pytest.mark.parametrize("name", ["t5 with head", "bart with head", "whisper"])
+def test_decoder_layers_with_both_kinds_of_cache_are_programs(name: str, options: dict[str, Any]) -> None:
+    """Also the step in which the encoder's keys are computed, and those in which they are there."""
+    model = make(name)
+    inputs = SOUND if name == "whisper" else WORDS
+    arguments = {"max_new_tokens": 6, "do_sample": False, **options}
+    optimized = xopt.optimize(model, dtype=torch.float32)
+    assert torch.equal(optimized.generate(inputs, **arguments), model.generate(inputs, **arguments))
+    layers = [each for each in xopt.report(optimized).fusions if re.search(r"decoder\.(block|layers)\.\d+$", each.path)]
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.problem is None
+        assert layer.fused.count("attention") == 2
+    other = inputs.flip(0)
+    assert torch.equal(optimized.generate(other, **arguments), model.generate(other, **arguments))
 
 
 def test_attention_is_fused_and_hidden_states_can_still_be_had() -> None:

@@ -15,8 +15,8 @@ from torch.nn import functional
 import xopt
 from tests import cases, reference
 from tests.cases import DTYPES
+from tests.conv_cases import LAYOUTS, image, joined, last, numbers
 from tests.families import Family, expect_equal, expect_values, kernel_calls
-from tests.test_conv import LAYOUTS, image, joined, last, numbers
 from tests.test_optimize_conv import ROUNDING, fused_in, settled
 
 Tensor = torch.Tensor

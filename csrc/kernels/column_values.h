@@ -1,7 +1,7 @@
 // What output columns have in common, as the epilogue reads it: fp32, in the order of packed columns, whole panels.
 #pragma once
 
-#include "kernels/epilogue.h"
+#include "kernels/gemm_plan.h"
 #include "tiles/any_dtype.h"
 
 namespace xopt::XOPT_ISA {
@@ -32,6 +32,29 @@ class ColumnValues {
 
   alignas(64) float bias_[kMostStripPanels * kPanelColumns];
   alignas(64) float scale_[kMostStripPanels * kPanelColumns];
+};
+
+// Finished sums as the epilogue takes them. A strip waits for its epilogue while the next one is computed.
+template <class Block>
+class Strips {
+ public:
+  // Of these panels, the sums of each after those of the last.
+  EpilogueStrip next(const Epilogue& e, const PackedWeight& w, Range panels, const void* acc) {
+    const int64_t width = w.gated ? kTileColumns : kPanelColumns;
+    EpilogueStrip strip{};
+    strip.acc = acc;
+    strip.acc_panel_stride = Block::kRows * kPanelColumns;
+    strip.panel = panels.begin;
+    strip.column = panels.begin * width;
+    strip.columns = minimum(panels.size() * width, w.n - strip.column);
+    turn_ ^= 1;
+    values_[turn_].fill(e, w.gated, w.n, strip.column, panels.size(), &strip);
+    return strip;
+  }
+
+ private:
+  ColumnValues values_[2];
+  int turn_ = 0;
 };
 
 }  // namespace xopt::XOPT_ISA

@@ -22,6 +22,7 @@ struct ConvCall {
   int64_t product_columns;  // output channels of each
   PackedWeight weight;      // of all of them
   Epilogue epilogue;        // likewise
+  Tuning tuning = {};
 };
 
 using ConvFn = void(const ConvCall& call);

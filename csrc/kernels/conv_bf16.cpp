@@ -1,7 +1,7 @@
 // Convolutions with weights of bf16: in fp32 up to AVX-512, by pair products from AVX512-BF16 on, by tiles with AMX.
 // isa: scalar avx2 avx512 avx512_bf16 amx
+#include "kernels/conv_lines.h"
 #include "kernels/conv_loop.h"
-#include "kernels/conv_raster.h"
 #include "tiles/block_amx.h"
 #include "tiles/block_avx2.h"
 #include "tiles/block_avx512.h"
@@ -14,7 +14,9 @@ void conv_bf16(const ConvCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
   using Block = TileBlock<TileBf16, kLongTiles>;
   const RasterPlan<Block> plan(call);
-  if (plan.pays(call, product_call(call, 0).weight.panels)) return conv_on_raster(call, plan);
+  if (plan.chosen(call, product_call(call, 0).weight.panels)) return conv_on_raster(call, plan);
+  const RasterPlan<Block> line_plan(call, true);
+  if (lines_chosen(call, line_plan)) return conv_on_lines(call, line_plan);
   if (call.weight.k_tiles <= kShortTiles) return conv_with<TileBlock<TileBf16, kShortTiles>>(call);
   conv_with<Block>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16

@@ -4,6 +4,7 @@
 #include "kernels/conv.h"
 #include "kernels/gemm_loop.h"
 #include "tiles/patches.h"
+#include "tiles/pixels.h"
 
 namespace xopt::XOPT_ISA {
 
@@ -23,7 +24,11 @@ inline GemmCall product_call(const ConvCall& call, int64_t product) {
   e.bias = columns_from(e.bias, column);
   if (e.other != nullptr) e.other = static_cast<const uint8_t*>(e.other) + column * dtype_size(e.other_dtype);
   e.out = static_cast<uint8_t*>(e.out) + column * dtype_size(e.out_dtype);
-  return {call.images * output_positions(call.input), {}, call.weight.columns(packed_column, call.product_columns), e};
+  return {call.images * output_positions(call.input),
+          {},
+          call.weight.columns(packed_column, call.product_columns),
+          e,
+          call.tuning};
 }
 
 inline PatchesView product_input(const ConvCall& call, int64_t product) {
@@ -66,12 +71,14 @@ ConvCall converted(const ConvCall& call, typename Block::A* to) {
   PatchesView& view = result.input;
   const int64_t channels = call.products * from.channels, size = dtype_size(from.dtype);
   view.data = to;
-  view.dtype = DType::bf16;
+  view.dtype = sizeof(*to) == 2 ? DType::bf16 : DType::f32;
+  view.channel_stride = 1;
   view.in_stride[2] = channels;
   view.in_stride[1] = from.in[2] * channels;
   view.in_stride[0] = from.in[1] * view.in_stride[1];
   view.image_stride = from.in[0] * view.in_stride[0];
-  const bool dense = from.in_stride[2] == channels;
+  PatchesView all = from;
+  all.channels = channels;
   const int64_t lines = call.images * from.in[0] * from.in[1];
   parallel(static_cast<int>(minimum<int64_t>(lines, max_threads())), [&](int thread, int threads) {
     const Range mine = share(lines, threads, thread);
@@ -80,11 +87,7 @@ ConvCall converted(const ConvCall& call, typename Block::A* to) {
       const int64_t image = line / from.in[1] / from.in[0];
       const int64_t first = image * from.image_stride + depth * from.in_stride[0] + height * from.in_stride[1];
       const auto* pixels = static_cast<const uint8_t*>(from.data) + first * size;
-      const int64_t runs = dense ? 1 : from.in[2], run = dense ? from.in[2] * channels : channels;
-      for (int64_t i = 0; i < runs; ++i) {
-        copy_run<Block>(from.dtype, pixels + i * from.in_stride[2] * size, run,
-                        to + line * view.in_stride[1] + i * run);
-      }
+      copy_pixels<Block>(all, pixels, from.in[2], to + line * view.in_stride[1]);
     }
   });
   return result;
@@ -92,13 +95,11 @@ ConvCall converted(const ConvCall& call, typename Block::A* to) {
 
 template <class Block>
 void conv_with(const ConvCall& call) {
-  if constexpr (sizeof(typename Block::A) == 2) {
-    if (converts_often(call)) {
-      const PatchesView& v = call.input;
-      const int64_t elements = call.images * v.in[0] * v.in[1] * v.in[2] * call.products * v.channels;
-      const Scratch input(static_cast<size_t>(elements) * sizeof(typename Block::A));
-      return conv_with<Block>(converted<Block>(call, input.as<typename Block::A>()));
-    }
+  if (call.input.channel_stride != 1 || (sizeof(typename Block::A) == 2 && converts_often(call))) {
+    const PatchesView& v = call.input;
+    const int64_t elements = call.images * v.in[0] * v.in[1] * v.in[2] * call.products * v.channels;
+    const Scratch input(static_cast<size_t>(elements) * sizeof(typename Block::A));
+    return conv_with<Block>(converted<Block>(call, input.as<typename Block::A>()));
   }
   const GemmCall first = product_call(call, 0);
   const GemmPlan<Block> plan(first);

@@ -26,8 +26,11 @@ struct NothingToCopy {
 
 template <class Block>
 struct RasterPlan {
-  explicit RasterPlan(const ConvCall& call)
-      : raster(call.input), image_blocks(ceil_div(raster.span(), Block::kRows)), blocks(call.images * image_blocks) {
+  explicit RasterPlan(const ConvCall& call, bool lines = false)
+      : whole_lines(lines),
+        raster(call.input, lines),
+        image_blocks(ceil_div(raster.span(), Block::kRows)),
+        blocks(call.images * image_blocks) {
     const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
     const int64_t image = image_blocks * Block::kRows + raster.reach();
     const int64_t positions = l2 / 2 / raster.position_bytes();
@@ -37,17 +40,25 @@ struct RasterPlan {
     k_blocks = ceil_div(k_tiles, maximum<int64_t>(1, l2 / 8 / (2 * kTileBytes)));
     k_block_tiles = ceil_div(k_tiles, k_blocks);
     chunk_panels = minimum<int64_t>(4, maximum<int64_t>(1, l2 / 8 / (k_block_tiles * 2 * kTileBytes)));
+    if (call.tuning.chunk_panels > 0) chunk_panels = call.tuning.chunk_panels;
+    if (call.tuning.chunk_rows == TunedRows::half) chunk_blocks = maximum<int64_t>(1, chunk_blocks / 2);
     fits = Block::kRows + raster.reach() <= positions;
+  }
+
+  bool chosen(const ConvCall& call, int64_t panels) const {
+    if (!fits || call.input.channels == 0 || call.input.channels % Block::kTileK != 0) return false;
+    if (call.input.channel_stride != 1) return false;
+    return call.tuning.path == TunedPath::automatic ? pays(call, panels) : call.tuning.path == TunedPath::raster;
   }
 
   // Rows of products that are no outputs cost as much as others; patches would have none, but cost their copy, about a
   // panel's product for each step.
   bool pays(const ConvCall& call, int64_t panels) const {
     const int64_t patches = ceil_div(call.images * output_positions(call.input), Block::kRows);
-    return fits && call.input.channels > 0 && call.input.channels % Block::kTileK == 0 &&
-           blocks * panels <= patches * (panels + 1);
+    return blocks * panels <= patches * (panels + 1);
   }
 
+  const bool whole_lines;  // of the kernel are positions of the raster
   const Raster raster;
   int64_t image_blocks, blocks, chunk_blocks, chunk_panels, k_blocks, k_block_tiles;
   bool fits;  // a row block's raster, in L2
@@ -142,7 +153,9 @@ class RasterThread {
       call.acc = sums(block, panel - panels.begin);
       fetch_ahead(block, last ? panel + panels.size() : panel, last ? 0 : k_tile + call.k_tiles, last_panel, &call);
       background_.prefetches.clear();
-      if (last && call.k_tiles > 0) prefetch_other(outputs.row(), rows(at), panel, call.k_tiles);
+      if (last && call.k_tiles > 0) {
+        background_.prefetches.add_other(call_.epilogue, outputs.row(), rows(at), panel * kPanelColumns, call.k_tiles);
+      }
       background_.begin_block();
       Block::run(rows(at), call, background_);
       if (last) finish_sums(outputs, rows(at), panel, call);
@@ -167,26 +180,9 @@ class RasterThread {
   }
 
   void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel, const BlockCall& call) {
-    EpilogueStrip done{};
-    done.acc = call.acc;
-    done.acc_panel_stride = kAccBytes / 4;
-    done.panel = panel;
-    done.column = panel * kPanelColumns;
-    done.columns = minimum(kPanelColumns, w_.n - done.column);
-    column_turn_ ^= 1;
-    column_values_[column_turn_].fill(call_.epilogue, false, w_.n, done.column, 1, &done);
+    const EpilogueStrip done = strips_.next(call_.epilogue, w_, {panel, panel + 1}, call.acc);
     background_.defer_epilogue(&call_, done, rows, call.k_tiles, outputs);
     turn_ ^= 1;
-  }
-
-  // The part of `other` that the epilogue will read.
-  void prefetch_other(int64_t row, int64_t rows, int64_t panel, int64_t k_tiles) {
-    const Epilogue& e = call_.epilogue;
-    if (e.binary == Binary::none || e.other_row_stride == 0) return;
-    const int64_t size = dtype_size(e.other_dtype), stride = e.other_row_stride * size;
-    const int64_t at_once = ceil_div(rows, k_tiles);
-    const auto* first = static_cast<const uint8_t*>(e.other) + row * stride + panel * kPanelColumns * size;
-    background_.prefetches.add({first, at_once * stride, stride, at_once});
   }
 
   const GemmCall& call_;
@@ -197,9 +193,9 @@ class RasterThread {
 
   uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: sums of the chunk, or of two blocks in turns
   const int64_t* offsets_ = nullptr;
-  int64_t plane_bytes_ = 0, turn_ = 0, column_turn_ = 0;
-  ColumnValues column_values_[2];  // of the sums that wait for their epilogue, and of those under way
-  Range blocks_{};                 // the chunk
+  int64_t plane_bytes_ = 0, turn_ = 0;
+  Strips<Block> strips_;
+  Range blocks_{};  // the chunk
 };
 
 template <class Block>
@@ -209,7 +205,7 @@ void conv_on_raster(const ConvCall& call, const RasterPlan<Block>& plan) {
   first.m = plan.blocks * Block::kRows;
   const GemmPlan<Block> grid(first);
   each_part(call, grid, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels) {
-    const Raster raster(product_input(call, product));
+    const Raster raster(product_input(call, product), plan.whole_lines);
     RasterThread<Block>(gemm, raster, plan, epilogue).compute(blocks, panels);
   });
 }

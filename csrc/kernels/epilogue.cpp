@@ -182,11 +182,10 @@ XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, 
       for (int64_t v = 0; v < kPanelVectors; ++v) {
         if (columns <= v * kWidth) continue;
         const F y = load_any(e.other, e.other_dtype, other + v * kWidth, columns - v * kWidth);
-        if (e.activation_last) {
-          x[v] = activate<A>(combine(e.binary, x[v], y), alpha, beta);
-        } else {
-          x[v] = combine(e.binary, activate<A>(x[v], alpha, beta), y);
-        }
+        // One activation for both orders; with one in each there was twice the code.
+        if (e.activation_last) x[v] = combine(e.binary, x[v], y);
+        x[v] = activate<A>(x[v], alpha, beta);
+        if (!e.activation_last) x[v] = combine(e.binary, x[v], y);
       }
     }
     store_columns<O, kPanelVectors>(e, out, x, columns);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels/packed.h"
+#include "runtime/tuning.h"
 #include "tiles/types.h"
 
 namespace xopt {
@@ -64,6 +65,7 @@ struct GemmCall {
   RowsView a;
   PackedWeight weight;
   Epilogue epilogue;
+  Tuning tuning = {};
 };
 
 using GemmFn = void(const GemmCall&);

@@ -6,7 +6,7 @@
 // first load. Blocks that multiply on the vector ports have nothing to gain; they finish the epilogue at once.
 #pragma once
 
-#include "kernels/epilogue.h"
+#include "kernels/gemm_plan.h"
 #include "tiles/block.h"
 
 namespace xopt::XOPT_ISA {
@@ -17,6 +17,13 @@ class Prefetches {
   void clear() { count_ = 0; }
   bool empty() const { return count_ == 0; }
   void add(const Prefetch& prefetch) { streams_[count_++] = prefetch; }
+  // The part of the epilogue's `other` that these output rows read from a column on, over the steps along k.
+  void add_other(const Epilogue& e, int64_t row, int64_t rows, int64_t column, int64_t k_tiles) {
+    if (e.binary == Binary::none || e.other_row_stride == 0) return;
+    const int64_t size = dtype_size(e.other_dtype), stride = e.other_row_stride * size;
+    const int64_t at_once = ceil_div(rows, k_tiles);
+    add({static_cast<const uint8_t*>(e.other) + row * stride + column * size, at_once * stride, stride, at_once});
+  }
   XOPT_INLINE void step() {
     for (int i = 0; i < count_; ++i) streams_[i].step();
   }

@@ -202,7 +202,11 @@ class GemmThread {
         prefetch_weights(place, panel, &block);
         if (!copied_) prefetch_a(place, panel);
       }
-      if (place.kb + 1 == plan_.k_blocks) prefetch_other(place.rb, panel, block.k_tiles);
+      if (place.kb + 1 == plan_.k_blocks) {
+        const int64_t column = panel * (w_.gated ? kTileColumns : kPanelColumns);
+        background_.prefetches.add_other(call_.epilogue, place.rb * plan_.block_rows, plan_.rows_of(place.rb, call_.m),
+                                         column, block.k_tiles);
+      }
     }
     const int64_t rows = plan_.rows_of(place.rb, call_.m);
     if constexpr (Block::kBackground) {
@@ -215,17 +219,9 @@ class GemmThread {
 
   // Hands the finished sums of a row block, of these panels, to the epilogue.
   void finish_sums(int64_t rb, Range panels) {
-    const int64_t width = w_.gated ? kTileColumns : kPanelColumns;
-    EpilogueStrip done{};
-    done.acc = sums(rb, panels.begin);
-    done.acc_panel_stride = kAccBytes / 4;
-    done.panel = panels.begin;
-    done.column = panels.begin * width;
-    done.columns = minimum(panels.size() * width, w_.n - done.column);
+    EpilogueStrip done = strips_.next(call_.epilogue, w_, panels, sums(rb, panels.begin));
     done.row_sums = row_sums_ + (rb - rows_.begin) * Block::kRows;
     done.a_offset = Block::kOffset;
-    column_turn_ ^= 1;
-    column_values_[column_turn_].fill(call_.epilogue, w_.gated, w_.n, done.column, panels.size(), &done);
     background_.defer_epilogue(&call_, done, plan_.rows_of(rb, call_.m), pass_k_blocks_ * plan_.k_block_tiles,
                                {rb * plan_.block_rows});
     if constexpr (!Block::kBackground) background_.finish_epilogue();
@@ -266,17 +262,6 @@ class GemmThread {
     if (prefetch.count > 0) background_.prefetches.add(prefetch);
   }
 
-  // The part of `other` that the epilogue will read.
-  void prefetch_other(int64_t rb, int64_t panel, int64_t k_tiles) {
-    const Epilogue& e = call_.epilogue;
-    if (e.binary == Binary::none || e.other_row_stride == 0) return;
-    const int64_t stride = e.other_row_stride * dtype_size(e.other_dtype);
-    const int64_t rows = ceil_div(plan_.rows_of(rb, call_.m), k_tiles);  // for each k step
-    const auto* first = static_cast<const uint8_t*>(e.other) + rb * plan_.block_rows * stride +
-                        panel * (w_.gated ? kTileColumns : kPanelColumns) * dtype_size(e.other_dtype);
-    background_.prefetches.add({first, rows * stride, stride, rows});
-  }
-
   const GemmCall& call_;
   const PackedWeight& w_;
   const GemmPlan<Block>& plan_;
@@ -287,8 +272,7 @@ class GemmThread {
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
   int32_t* row_sums_ = nullptr;
   int64_t strip_bytes_ = 0, turn_ = 0;
-  ColumnValues column_values_[2];  // of the sums that wait for their epilogue, and of those before
-  int64_t column_turn_ = 0;
+  Strips<Block> strips_;
   int64_t weight_lines_ = 0;  // to fetch for each step along k: a row block's share of the two tiles
   int64_t last_panel_ = 0, pass_k_blocks_ = 1;
   Range rows_{}, panels_{};  // the chunk

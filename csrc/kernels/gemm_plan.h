@@ -38,6 +38,7 @@ struct GemmPlan {
     choose_chunks(w.panel_bytes);
     max_threads = xopt::max_threads();
     choose_grid(w.panels);
+    apply(call.tuning, w.panels);
   }
 
   int64_t rows_of(int64_t row_block, int64_t m) const { return minimum(block_rows, m - row_block * block_rows); }
@@ -103,6 +104,19 @@ struct GemmPlan {
         grid_rows = rows;
         grid_panels = columns;
       }
+    }
+  }
+
+  void apply(const Tuning& tuning, int64_t panels) {
+    if (tuning.chunk_panels > 0) chunk_panels = minimum<int64_t>(tuning.chunk_panels, kMostStripPanels);
+    if (tuning.chunk_rows == TunedRows::half) chunk_blocks = maximum<int64_t>(1, chunk_blocks / 2);
+    if (tuning.chunk_rows == TunedRows::twice) chunk_blocks *= 2;
+    if (tuning.weights_stay != TunedStay::automatic) {
+      most_resident = tuning.weights_stay == TunedStay::always ? INT64_MAX : 0;
+    }
+    if (tuning.grid_rows > 0) {
+      grid_rows = minimum(minimum<int64_t>(tuning.grid_rows, max_threads), row_blocks);
+      grid_panels = minimum(max_threads / grid_rows, panels);
     }
   }
 };

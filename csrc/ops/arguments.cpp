@@ -4,6 +4,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "runtime/outputs.h"
 #include "runtime/trace.h"
 
 namespace xopt::ops {
@@ -121,6 +122,9 @@ Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, c
   }
   int64_t bytes = 0;
   if (__builtin_mul_overflow(stride, dtype_size(dtype), &bytes)) throw std::bad_alloc();
+  if (void* kept = output_alloc(static_cast<size_t>(bytes))) {
+    return adopt(kept, sizes, strides, dims, dtype_to_torch(dtype), [](void* data, void*) { output_free(data); });
+  }
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(dims, sizes, strides, dtype_to_torch(dtype), torch_codes().cpu, kNoIndex, &handle) !=
       AOTI_TORCH_SUCCESS) {
@@ -146,10 +150,14 @@ Tensor Tensor::empty_channels_last(const int64_t* sizes, int64_t dims, DType dty
 
 Tensor Tensor::adopt_bytes(void* data, int64_t bytes, void (*deleter)(void*, void*)) {
   const int64_t stride = 1;
+  return adopt(data, &bytes, &stride, 1, torch_codes().u8, deleter);
+}
+
+Tensor Tensor::adopt(void* data, const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
+                     void (*deleter)(void*, void*)) {
   AtenTensorHandle handle = nullptr;
-  const TorchCodes& codes = torch_codes();
-  const AOTITorchError status = torch_from_blob(data, 1, &bytes, &stride, 0, codes.u8, codes.cpu, kNoIndex, &handle,
-                                                aoti_torch_layout_strided(), nullptr, 0, deleter, nullptr);
+  const AOTITorchError status = torch_from_blob(data, dims, sizes, strides, 0, dtype_code, torch_codes().cpu, kNoIndex,
+                                                &handle, aoti_torch_layout_strided(), nullptr, 0, deleter, nullptr);
   if (status != AOTI_TORCH_SUCCESS) {
     deleter(data, nullptr);
     throw std::bad_alloc();

@@ -73,6 +73,8 @@ class Tensor {
   std::string shape_text() const;  // "[2, 3]"
 
  private:
+  static Tensor adopt(void* data, const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
+                      void (*deleter)(void* data, void* context));
   static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order);
   Tensor copied_to(Tensor copy) const;
   DType copied_dtype() const;
@@ -105,7 +107,8 @@ class Integers {
   explicit Integers(StableListHandle list);
   int64_t size() const { return size_; }  // as given, also where that is more than kMost
   int64_t operator[](int64_t i) const { return values_[i]; }
-  std::string text() const;  // "[2, 3]"
+  const int64_t* data() const { return values_; }  // zeros after the last
+  std::string text() const;                        // "[2, 3]"
 
  private:
   int64_t size_ = 0;

@@ -3,7 +3,6 @@
 // Input and output are logically [images, channels, spatial...] and lie in memory with the channels last: an input that
 // does not is copied first, the output always does.
 #include "ops/conv_call.h"
-#include "ops/gemm_arguments.h"
 #include "ops/images.h"
 
 namespace xopt::ops {
@@ -21,25 +20,19 @@ struct ConvArguments {
         padding(stack.integers()),
         dilation(stack.integers()),
         groups(stack.integer()),
-        scale(stack.optional_tensor()),
-        fused(stack),
-        out_dtype(stack.optional_dtype_code()) {}
+        after(stack) {}
 
   Tensor input, packed;
   Integers weight_size;
   Tensor bias;
   Integers stride, padding, dilation;
   int64_t groups;
-  Tensor scale;
-  FusedArguments fused;
-  std::optional<int32_t> out_dtype;
+  ConvAfter after;
 };
 
 ConvLayout weight_layout(const ConvArguments& arguments) {
   const Integers& sizes = arguments.weight_size;
-  int64_t values[Integers::kMost];
-  for (int64_t i = 0; i < Integers::kMost; ++i) values[i] = sizes[i];
-  return conv_layout(kOp, "weight_size", values, sizes.size(), sizes.text(), arguments.groups);
+  return conv_layout(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.groups);
 }
 
 // Everything about the input but its strides and data.
@@ -73,8 +66,8 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   Tensor& input = arguments.input;
   check_no_gradient({{kOp, "input", input},
                      {kOp, "bias", arguments.bias},
-                     {kOp, "scale", arguments.scale},
-                     {kOp, "other", arguments.fused.other}});
+                     {kOp, "scale", arguments.after.scale},
+                     {kOp, "other", arguments.after.fused.other}});
   const ConvLayout layout = weight_layout(arguments);
   check_conv_input(kOp, input, layout.dims, layout.group_in, layout.groups);
   check_conv_packed(kOp, packed_header(kOp, arguments.packed), layout);
@@ -88,17 +81,9 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t dims = layout.dims + 2;
   int64_t sizes[5] = {call.images, layout.out};
   for (int64_t i = 0; i < layout.dims; ++i) sizes[2 + i] = call.input.out[3 - layout.dims + i];
-  Epilogue& epilogue = call.epilogue;
-  epilogue.scale = column_vector(kOp, "scale", &arguments.scale, layout.out);
-  epilogue.bias = column_vector(kOp, "bias", &arguments.bias, layout.out);
-  arguments.fused.set(kOp, &epilogue);
-  set_residual(kOp, &arguments.fused.other, sizes, dims, &epilogue);
-  epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
-  Tensor out = Tensor::empty_channels_last(sizes, dims, epilogue.out_dtype);
-  epilogue.out = out.mutable_data();
-  epilogue.out_row_stride = layout.out;
+  Tensor out = conv_output(kOp, input, &arguments.bias, &arguments.after, sizes, dims, &call.epilogue);
   if (out.numel() > 0) {
-    set_input(&input, &call.input);
+    set_input(&input, &call.input, takes_any_layout(call.input, layout));
     run_conv(call, input, layout);
   }
   return_tensor(stack, 0, std::move(out));

@@ -1,8 +1,8 @@
 // See conv_call.h.
 #include "ops/conv_call.h"
 
-#include "ops/gemm_arguments.h"
 #include "ops/images.h"
+#include "ops/tuned.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -31,22 +31,7 @@ bool is_product(const PatchesView& view, const ConvLayout& layout) {
   return plain;
 }
 
-}  // namespace
-
-void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups) {
-  const Checked checked{op, "input", input};
-  checked.cpu();
-  checked.dtype(kFloating);
-  if (input.dims() != dims + 2) {
-    checked.fail("expected ", dims + 2, " dimensions [images, channels, spatial...] for this weight, got shape ",
-                 input.shape_text());
-  }
-  if (input.size(1) != group_in * groups) {
-    checked.fail("expected ", group_in * groups, " channels (", group_in, " for each of ", groups,
-                 " groups), got shape ", input.shape_text());
-  }
-}
-
+// `other`, of the output's sizes, as the epilogue reads it; replaced by a copy where it cannot.
 void set_residual(const char* op, Tensor* other, const int64_t* sizes, int64_t dims, Epilogue* epilogue) {
   if (!*other) return;
   const Checked checked{op, "other", *other};
@@ -70,6 +55,42 @@ void set_residual(const char* op, Tensor* other, const int64_t* sizes, int64_t d
   epilogue->other_row_stride = rows.row_stride;
 }
 
+}  // namespace
+
+void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups) {
+  const Checked checked{op, "input", input};
+  checked.cpu();
+  checked.dtype(kFloating);
+  if (input.dims() != dims + 2) {
+    checked.fail("expected ", dims + 2, " dimensions [images, channels, spatial...] for this weight, got shape ",
+                 input.shape_text());
+  }
+  if (input.size(1) != group_in * groups) {
+    checked.fail("expected ", group_in * groups, " channels (", group_in, " for each of ", groups,
+                 " groups), got shape ", input.shape_text());
+  }
+}
+
+Tensor conv_output(const char* op, const Tensor& input, Tensor* bias, ConvAfter* after, const int64_t* sizes,
+                   int64_t dims, Epilogue* epilogue) {
+  const int64_t channels = sizes[1];
+  epilogue->scale = column_vector(op, "scale", &after->scale, channels);
+  epilogue->bias = column_vector(op, "bias", bias, channels);
+  after->fused.set(op, epilogue);
+  set_residual(op, &after->fused.other, sizes, dims, epilogue);
+  epilogue->out_dtype = output_dtype(op, after->out_dtype, input, kFloating);
+  Tensor out = Tensor::empty_channels_last(sizes, dims, epilogue->out_dtype);
+  epilogue->out = out.mutable_data();
+  epilogue->out_row_stride = channels;
+  return out;
+}
+
+bool takes_any_layout(const PatchesView& view, const ConvLayout& layout) {
+  constexpr int64_t kMostChannels = 16;
+  return layout.products() == 1 && !layout.depthwise && layout.product_channels() <= kMostChannels &&
+         !is_product(view, layout);
+}
+
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
   RowsView rows;
   if (is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &rows))) {
@@ -80,11 +101,11 @@ void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layou
   if (layout.depthwise) return conv_depthwise(call);
   switch (call.weight.dtype) {
     case DType::f32:
-      return conv_f32(call);
+      return run_tuned(conv_f32, call);
     case DType::bf16:
-      return conv_bf16(call);
+      return run_tuned(conv_bf16, call);
     default:
-      return conv_f16(call);
+      return run_tuned(conv_f16, call);
   }
 }
 

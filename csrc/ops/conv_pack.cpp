@@ -44,9 +44,7 @@ void conv_unpack(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* kOp = "conv_unpack";
   const UnpackArguments arguments{Stack(stack)};
   const Integers& sizes = arguments.weight_size;
-  int64_t weight_size[Integers::kMost];
-  for (int64_t i = 0; i < Integers::kMost; ++i) weight_size[i] = sizes[i];
-  const ConvLayout layout = conv_layout(kOp, "weight_size", weight_size, sizes.size(), sizes.text(), arguments.groups);
+  const ConvLayout layout = conv_layout(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.groups);
   const PackedHeader header = packed_header(kOp, arguments.packed);
   const DType dtype = parse_dtype(kOp, "dtype", arguments.dtype, kFloating);
   if (header.dtype != dtype) {
@@ -55,7 +53,7 @@ void conv_unpack(StableIValue* stack, uint64_t, uint64_t) {
   }
   check_conv_packed(kOp, header, layout);
 
-  Tensor weight = Tensor::empty(weight_size, sizes.size(), dtype);
+  Tensor weight = Tensor::empty(sizes.data(), sizes.size(), dtype);
   unpack_conv_matrix(kOp, layout, arguments.packed.data(),
                      weight_view(layout, weight.mutable_data(), dtype, weight.strides()));
   return_tensor(stack, 0, std::move(weight));

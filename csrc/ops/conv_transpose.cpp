@@ -5,7 +5,6 @@
 // Input and output lie with their channels last, as those of xopt::conv do.
 #include "ops/conv_call.h"
 #include "ops/conv_phases.h"
-#include "ops/gemm_arguments.h"
 #include "ops/images.h"
 
 namespace xopt::ops {
@@ -24,18 +23,14 @@ struct ConvTransposeArguments {
         output_padding(stack.integers()),
         dilation(stack.integers()),
         groups(stack.integer()),
-        scale(stack.optional_tensor()),
-        fused(stack),
-        out_dtype(stack.optional_dtype_code()) {}
+        after(stack) {}
 
   Tensor input, packed;
   Integers weight_size;
   Tensor bias;
   Integers stride, padding, output_padding, dilation;
   int64_t groups;
-  Tensor scale;
-  FusedArguments fused;
-  std::optional<int32_t> out_dtype;
+  ConvAfter after;
 };
 
 struct Geometry {
@@ -138,17 +133,17 @@ void run_phases(const ConvTransposeArguments& arguments, const ConvPhases& phase
 
 ConvPhases phases_of(const ConvTransposeArguments& arguments) {
   const Integers& sizes = arguments.weight_size;
-  int64_t values[Integers::kMost];
-  for (int64_t i = 0; i < Integers::kMost; ++i) values[i] = sizes[i];
-  return conv_phases(kOp, "weight_size", values, sizes.size(), sizes.text(), arguments.groups, arguments.stride,
+  return conv_phases(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.groups, arguments.stride,
                      arguments.dilation);
 }
 
 void conv_transpose(StableIValue* stack, uint64_t, uint64_t) {
   ConvTransposeArguments arguments{Stack(stack)};
-  Tensor &input = arguments.input, &other = arguments.fused.other;
-  check_no_gradient(
-      {{kOp, "input", input}, {kOp, "bias", arguments.bias}, {kOp, "scale", arguments.scale}, {kOp, "other", other}});
+  Tensor &input = arguments.input, &other = arguments.after.fused.other;
+  check_no_gradient({{kOp, "input", input},
+                     {kOp, "bias", arguments.bias},
+                     {kOp, "scale", arguments.after.scale},
+                     {kOp, "other", other}});
   const ConvPhases phases = phases_of(arguments);
   check_conv_input(kOp, input, phases.dims, phases.group_in(), phases.groups);
   const DType packed_dtype = packed_phases_dtype(kOp, arguments.packed, phases);
@@ -158,19 +153,12 @@ void conv_transpose(StableIValue* stack, uint64_t, uint64_t) {
   int64_t sizes[5] = {input.size(0), channels};
   for (int64_t i = 0; i < phases.dims; ++i) sizes[2 + i] = g.out[3 - phases.dims + i];
   Epilogue epilogue{};
-  epilogue.scale = column_vector(kOp, "scale", &arguments.scale, channels);
-  epilogue.bias = column_vector(kOp, "bias", &arguments.bias, channels);
-  arguments.fused.set(kOp, &epilogue);
-  set_residual(kOp, &other, sizes, dims, &epilogue);
+  Tensor out = conv_output(kOp, input, &arguments.bias, &arguments.after, sizes, dims, &epilogue);
   if (epilogue.other != nullptr && epilogue.other_row_stride != channels) {  // positions are those of the output
     other = other.channels_last_copy();
     epilogue.other = other.data();
     epilogue.other_row_stride = channels;
   }
-  epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
-  Tensor out = Tensor::empty_channels_last(sizes, dims, epilogue.out_dtype);
-  epilogue.out = out.mutable_data();
-  epilogue.out_row_stride = channels;
   if (out.numel() > 0) {
     PatchesView view;
     set_input(&input, &view);

@@ -62,9 +62,7 @@ void conv_transpose_unpack(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* kOp = "conv_transpose_unpack";
   const UnpackArguments arguments{Stack(stack)};
   const Integers& sizes = arguments.weight_size;
-  int64_t weight_size[Integers::kMost];
-  for (int64_t i = 0; i < Integers::kMost; ++i) weight_size[i] = sizes[i];
-  const ConvPhases phases = conv_phases(kOp, "weight_size", weight_size, sizes.size(), sizes.text(), arguments.groups,
+  const ConvPhases phases = conv_phases(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.groups,
                                         arguments.stride, arguments.dilation);
   const DType dtype = parse_dtype(kOp, "dtype", arguments.dtype, kFloating);
   const DType packed_dtype = packed_phases_dtype(kOp, arguments.packed, phases);
@@ -74,7 +72,7 @@ void conv_transpose_unpack(StableIValue* stack, uint64_t, uint64_t) {
   }
   const std::vector<int64_t> offsets = phase_offsets(kOp, phases, dtype);
   const auto* bytes = static_cast<const uint8_t*>(arguments.packed.data());
-  Tensor weight = Tensor::empty(weight_size, sizes.size(), dtype);
+  Tensor weight = Tensor::empty(sizes.data(), sizes.size(), dtype);
   for (size_t i = 0; i < phases.phases.size(); ++i) {
     const ConvPhase& phase = phases.phases[i];
     unpack_conv_matrix(kOp, phase.layout, bytes + offsets[i],

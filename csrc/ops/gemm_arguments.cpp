@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "ops/tuned.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -298,13 +299,13 @@ void run_gemm(const GemmCall& call) {
   if (call.m == 0 || call.weight.n == 0) return;
   switch (call.weight.dtype) {
     case DType::f32:
-      return gemm_f32(call);
+      return run_tuned(gemm_f32, call);
     case DType::bf16:
-      return gemm_bf16(call);
+      return run_tuned(gemm_bf16, call);
     case DType::f16:
-      return gemm_f16(call);
+      return run_tuned(gemm_f16, call);
     default:
-      return call.a.dtype == DType::u8 ? gemm_u8s8(call) : gemm_s8s8(call);
+      return run_tuned(call.a.dtype == DType::u8 ? gemm_u8s8 : gemm_s8s8, call);
   }
 }
 

@@ -13,12 +13,13 @@ void check_integers(const char* op, const char* name, const Integers& values, in
   }
 }
 
-void set_input(Tensor* input, PatchesView* view) {
+void set_input(Tensor* input, PatchesView* view, bool any_layout) {
   view->dtype = dtype_from_torch(input->dtype_code()).value_or(DType::f32);  // checked before
   if (input->numel() == 0) return;
-  if (!is_channels_last(*input)) *input = input->channels_last_copy();
+  if (!is_channels_last(*input) && !any_layout) *input = input->channels_last_copy();
   view->data = input->data();
   view->image_stride = input->stride(0);
+  view->channel_stride = is_channels_last(*input) ? 1 : input->stride(1);
   const int64_t dims = input->dims() - 2;
   for (int64_t i = 0; i < dims; ++i) view->in_stride[3 - dims + i] = input->stride(2 + i);
 }

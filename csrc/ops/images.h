@@ -11,7 +11,7 @@ inline bool is_channels_last(const Tensor& tensor) { return tensor.stride(1) == 
 // `count` numbers of at least `least`, and small enough for sums of them.
 void check_integers(const char* op, const char* name, const Integers& values, int64_t count, int64_t least);
 
-// Data and strides of an input, which is replaced by a copy if its channels are not last.
-void set_input(Tensor* input, PatchesView* view);
+// Data and strides of an input, which is replaced by a copy if its channels are not last, unless they may be anywhere.
+void set_input(Tensor* input, PatchesView* view, bool any_layout = false);
 
 }  // namespace xopt::ops

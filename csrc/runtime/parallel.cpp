@@ -66,6 +66,8 @@ int max_threads() {
   return threads > 1 ? threads : 1;
 }
 
+bool in_region() { return region_threads > 0 || omp_in_parallel() != 0; }
+
 int openmp_threads() { return omp_get_max_threads(); }
 
 int openmp_place_cpus(int* cpus, int most) {

@@ -8,6 +8,9 @@ namespace xopt {
 // forked child, where the runtime's worker threads no longer exist.
 int max_threads();
 
+// Whether this thread works in a region, be it one of a single thread.
+bool in_region();
+
 // Whoever knows torch's own setting says so: torch applies it to a Python thread only when that thread first runs a
 // parallel torch op, so OpenMP's count alone would ignore it there. Not called in a region. nullptr: OpenMP's count.
 using ThreadSource = int (*)();

@@ -52,8 +52,9 @@ void set_current_offload(Offload* offload) { offload_of_thread = offload; }
 
 KernelRecord* first_kernel() { return head; }
 
-KernelRecord* find_kernel(const char* name, const char* dtype) {
-  const Isa limit = active_isa();
+KernelRecord* find_kernel(const char* name, const char* dtype) { return find_kernel(name, dtype, active_isa()); }
+
+KernelRecord* find_kernel(const char* name, const char* dtype, Isa limit) {
   KernelRecord* best = nullptr;
   for (KernelRecord* record = head; record != nullptr; record = record->next) {
     if (record->isa > limit || (best != nullptr && best->isa >= record->isa)) continue;

@@ -30,8 +30,9 @@ struct KernelRecord {
 // Head of the list of all records, in no particular order.
 KernelRecord* first_kernel();
 
-// The record of the highest level up to active_isa(); throws std::runtime_error naming what is missing.
+// The record of the highest level up to active_isa(), or to a lower limit; throws std::runtime_error naming what is missing.
 KernelRecord* find_kernel(const char* name, const char* dtype);
+KernelRecord* find_kernel(const char* name, const char* dtype, Isa limit);
 
 // Another device that runs kernels in place of the CPU. It is a thread's own choice, so that others are not concerned.
 class Offload {
@@ -49,6 +50,9 @@ class Kernel {
  public:
   constexpr Kernel(const char* name, const char* dtype) : name_(name), dtype_(dtype) {}
 
+  const char* name() const { return name_; }
+  const char* dtype() const { return dtype_; }
+
   template <class... Args>
   void operator()(Args&&... args) {
     if (Offload* offload = current_offload()) {
@@ -61,6 +65,12 @@ class Kernel {
       record_.store(record, std::memory_order_release);
     }
     run(record, static_cast<Args&&>(args)...);
+  }
+
+  // The record of a lower level, which is looked for anew in each call.
+  template <class... Args>
+  void run_up_to(Isa limit, Args&&... args) const {
+    run(find_kernel(name_, dtype_, limit), static_cast<Args&&>(args)...);
   }
 
  private:

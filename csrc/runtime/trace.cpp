@@ -46,6 +46,13 @@ void append(TraceEntry entry) {
   }
 }
 
+TraceEntry named_entry(const char* text, size_t length) {
+  TraceEntry entry{};
+  entry.start = entry.end = trace_clock();
+  std::memcpy(entry.name, text, std::min(length, TraceEntry::kMostName));
+  return entry;
+}
+
 }  // namespace
 
 int64_t trace_clock() {
@@ -63,10 +70,11 @@ void trace_region(int64_t start, int64_t end, int64_t busy, int threads) {
   append(entry);
 }
 
-void trace_name(const char* text, size_t length) {
-  TraceEntry entry{};
-  entry.start = entry.end = trace_clock();
-  std::memcpy(entry.name, text, std::min(length, TraceEntry::kMostName));
+void trace_name(const char* text, size_t length) { append(named_entry(text, length)); }
+
+void trace_instance(const char* text) {
+  TraceEntry entry = named_entry(text, std::strlen(text));
+  entry.threads = -1;
   append(entry);
 }
 

@@ -13,4 +13,9 @@
 #define XOPT_LEVEL_AVX512_BF16 4
 #define XOPT_LEVEL_AMX 5
 
+// Sanitizer builds check what a function does, not how fast; forced inlining there is most of their compile time.
+#if defined(__SANITIZE_ADDRESS__)
+#define XOPT_INLINE inline
+#else
 #define XOPT_INLINE inline __attribute__((always_inline))
+#endif

@@ -7,15 +7,22 @@
 // positions that are no outputs (2 of 58 under a 3 x 3 kernel on 56 pixels), whose sums nobody reads.
 // Under a stride the image is dealt out into planes, each with the pixels that one place of the kernel meets, so that a
 // run is one again.
+//
+// Of few channels, a position of the raster is what a whole line of the kernel meets there (kernels/conv_lines.h).
 #pragma once
 
-#include "tiles/view.h"
+#include "runtime/arena.h"
+#include "tiles/pixels.h"
 
+#if XOPT_LEVEL >= XOPT_LEVEL_AMX
 namespace xopt::XOPT_ISA {
 
 class Raster {
  public:
-  explicit Raster(const PatchesView& view) : view_(view) {
+  // `whole_lines`: of the kernel, side by side in a position. The kernel of `view` then has a width of 1.
+  explicit Raster(const PatchesView& input, bool whole_lines = false)
+      : image_(input), view_(whole_lines ? line_view(input) : input), whole_lines_(whole_lines) {
+    const PatchesView& view = view_;
     for (int d = 0; d < 3; ++d) {
       period_[d] = view.stride[d] / greatest_divisor(view.stride[d], view.dilation[d]);
       planes_[d] = minimum(view.kernel[d], period_[d]);
@@ -113,6 +120,11 @@ class Raster {
  private:
   static constexpr int64_t kElement = 2;
 
+  static PatchesView line_view(PatchesView view) {
+    view.channels *= view.kernel[2];
+    view.kernel[2] = 1;
+    return view;
+  }
   static int64_t ceil_lines(int64_t bytes) { return (bytes + 63) / 64; }
   static int64_t greatest_divisor(int64_t a, int64_t b) {
     while (b != 0) {
@@ -145,9 +157,40 @@ class Raster {
     }
   }
 
+  // What a line of the kernel meets from each of these places in a line of the image on.
+  template <class Block>
+  void copy_windows(const uint8_t* line, int64_t x, int64_t length, int64_t first, uint8_t* to) const {
+    const PatchesView& v = image_;
+    if (line == nullptr) return zero(length * pitch_, to);
+    const int64_t left = first + x * v.stride[2], pixels = (length - 1) * v.stride[2] + v.kernel[2];
+    const Scratch scratch(static_cast<size_t>(pixels * v.channels * kElement + 64));
+    auto* run = scratch.as<uint8_t>();
+    const int64_t pixel_bytes = v.channels * kElement;
+    const int64_t begin = minimum(maximum<int64_t>(0, -left), pixels);
+    const int64_t end = maximum(begin, minimum(pixels, v.in[2] - left));
+    zero(begin * pixel_bytes, run);
+    if (end > begin) {
+      copy_pixels<Block>(v, line + (left + begin) * v.in_stride[2] * dtype_size(v.dtype), end - begin,
+                         reinterpret_cast<typename Block::A*>(run + begin * pixel_bytes));
+    }
+    zero((pixels - end) * pixel_bytes + 64, run + end * pixel_bytes);
+    const int64_t window = view_.channels * kElement;
+    for (int64_t i = 0; i < length; ++i, run += v.stride[2] * pixel_bytes) {
+      for (int64_t at = 0; at < window; at += 64, to += 64) copy_first(run + at, minimum<int64_t>(64, window - at), to);
+      to += pitch_ - round_up(window, 64);
+    }
+  }
+
+  // 64 bytes, of which all but the first `bytes` are zeros: what else is there may be no number.
+  static XOPT_INLINE void copy_first(const uint8_t* from, int64_t bytes, uint8_t* to) {
+    const __mmask64 inside = ~uint64_t{0} >> (64 - bytes);
+    _mm512_storeu_si512(to, _mm512_maskz_loadu_epi8(inside, from));
+  }
+
   // Positions x and on of a line; nullptr: one of zeros.
   template <class Block>
   void copy_line(const uint8_t* line, int64_t x, int64_t length, int64_t first, uint8_t* to) const {
+    if (whole_lines_) return copy_windows<Block>(line, x, length, first, to);
     const PatchesView& v = view_;
     const int64_t stride = v.stride[2];
     const int64_t begin = first < 0 ? (-first + stride - 1) / stride : 0;  // the first position inside, and the last
@@ -174,10 +217,12 @@ class Raster {
     if (bytes > 0) __builtin_memset(to, 0, static_cast<size_t>(bytes));
   }
 
-  PatchesView view_;
+  PatchesView image_, view_;
+  bool whole_lines_;
   int64_t period_[3], planes_[3];  // planes of a dimension, and after how many places of the kernel they come again
   int64_t extent_[3];              // of a plane: outputs, and what the kernel reaches beyond
   int64_t reach_ = 0, span_ = 0, pitch_;
 };
 
 }  // namespace xopt::XOPT_ISA
+#endif

@@ -52,6 +52,7 @@ struct PatchesView {
   int64_t padding[3] = {0, 0, 0};    // before the first element; that after the last follows from `out`
   int64_t image_stride = 0;          // elements
   int64_t in_stride[3] = {0, 0, 0};  // elements
+  int64_t channel_stride = 1;        // likewise; kernels read others than 1 of dense products of few channels only
 };
 
 }  // namespace xopt

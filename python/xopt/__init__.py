@@ -5,18 +5,20 @@ from typing import TYPE_CHECKING, Any
 # torch comes first: the native libraries share its OpenMP runtime and are linked to none of their own.
 import torch  # noqa: F401
 
-from xopt import config, ops, runtime, sycl
+from xopt import config, ops, runtime, sycl, tuning
 from xopt._C import __version__
 from xopt.api import optimize
 from xopt.capabilities import Capabilities, KernelInfo, capabilities, kernels
 from xopt.checkpoint import CheckpointError, load, save
 from xopt.config import Config
-from xopt.report import Report, report
+from xopt.report import Report, is_optimized, report
+from xopt.tune import tune
 
 if TYPE_CHECKING:
     from xopt.profiling import profile, profiler
 
 config.current.apply()
+tuning.start(config.current.autotune)
 
 __all__ = [
     "Capabilities",
@@ -27,6 +29,7 @@ __all__ = [
     "__version__",
     "capabilities",
     "config",
+    "is_optimized",
     "kernels",
     "load",
     "ops",
@@ -37,6 +40,8 @@ __all__ = [
     "runtime",
     "save",
     "sycl",
+    "tune",
+    "tuning",
 ]
 
 

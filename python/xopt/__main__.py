@@ -1,4 +1,4 @@
-"""`python -m xopt`: what this machine and this build can do, as tables or as JSON."""
+"""`python -m xopt`: what this machine and this build can do, as tables or as JSON; `cache`: what autotuning found."""
 
 import argparse
 import json
@@ -14,9 +14,26 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    if options.command == "cache":
+        _cache(options.action, options.json)
+    else:
+        _show(options.json)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m xopt", description="What this machine and this build can do.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    as_json = parser.parse_args(arguments).json
+    as_json = {"action": "store_true", "help": "print JSON"}
+    parser.add_argument("--json", **as_json)  # type: ignore[arg-type]
+    commands = parser.add_subparsers(dest="command")
+    text = "what autotuning has found on this machine, kept on disk"
+    cache = commands.add_parser("cache", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    cache.add_argument("action", nargs="?", choices=("list", "clear"), default="list")
+    cache.add_argument("--json", default=argparse.SUPPRESS, **as_json)  # type: ignore[arg-type]
+    return parser
+
+
+def _show(as_json: bool) -> None:
     found, kernels = xopt.capabilities(), xopt.kernels()
     if as_json:
         sycl, listed = _sycl_devices(), [asdict(kernel) for kernel in kernels]
@@ -29,6 +46,40 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(_fact_table("CPU", _cpu_facts(found)))
     console.print(_fact_table("Process and machine", _machine_facts(found)))
     console.print(_kernel_table(kernels, found))
+
+
+def _cache(action: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    store = xopt.tuning.open_store()
+    console = Console(markup=False, highlight=False)
+    if action == "clear":
+        count = store.clear()
+        if as_json:
+            print(json.dumps({"file": str(store.path), "cleared": count}))
+        else:
+            console.print(f"{store.path}: {count} entries cleared", soft_wrap=True)
+        return
+    entries = store.entries()
+    if as_json:
+        print(json.dumps({"file": str(store.path), "entries": [asdict(entry) for entry in entries]}, indent=2))
+        return
+    console.print(f"{store.path}: {len(entries)} entries", soft_wrap=True)
+    groups: dict[tuple[str, str, str], list[xopt.tuning.Tuned]] = {}
+    for entry in entries:
+        groups.setdefault((entry.cpu, entry.version, entry.tuned.level), []).append(entry.tuned)
+    for (cpu, version, level), tuned in groups.items():
+        console.print(_tuned_table(f"{cpu}, level {level}, xopt {version}", tuned))
+
+
+def _tuned_table(title: str, tuned: "Iterable[xopt.tuning.Tuned]") -> "Table":
+    from rich.table import Table
+
+    table = Table("kernel", "size", "threads", "instance", "times as fast", title=title, title_justify="left")
+    for one in tuned:
+        gain = "" if one.is_default else f"{one.gain:.2f}"
+        table.add_row(f"{one.kernel}[{one.dtype}]", one.size, str(one.threads), one.instance, gain)
+    return table
 
 
 def _cpu_facts(found: xopt.Capabilities) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from xopt import config as settings
 from xopt.config import Config
-from xopt.modules.base import Context
+from xopt.modules.base import Context, dtype_name
 from xopt.modules.block import make_block
 from xopt.modules.computed_weight import is_computed
 from xopt.modules.root import make_root
@@ -94,7 +94,7 @@ def optimize(
     flows = optimized and config.autocast and dtype in (torch.bfloat16, torch.float16)
     inside = dtype if flows and source_dtype not in (dtype, None) else None
     _make_blocks(model, config, inside, source_dtype)
-    note = f"Computes under autocast to {_name(inside)}; takes and returns {_name(source_dtype)}."
+    note = f"Computes under autocast to {dtype_name(inside)}; takes and returns {dtype_name(source_dtype)}."
     _finish(model, level, dtype, config, entries, (note,) if inside is not None else ())
     if sample is not None:
         with torch.no_grad():
@@ -154,7 +154,7 @@ def _check_arguments(model: nn.Module, dtype: torch.dtype | None, level: str) ->
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize: model: expected a torch.nn.Module, got {type(model).__name__}")
     if dtype is not None and dtype not in _DTYPES:
-        names = ", ".join(_name(known) for known in _DTYPES)
+        names = ", ".join(dtype_name(known) for known in _DTYPES)
         raise ValueError(f"optimize: dtype: expected one of {names} or None, got {dtype}")
     if level not in _LEVELS:
         raise ValueError(f"optimize: level: expected one of {', '.join(_LEVELS)}, got {level!r}")
@@ -215,13 +215,9 @@ def _finish(
     entries: tuple[Entry, ...],
     notes: tuple[str, ...] = (),
 ) -> Model:
-    dtype_name = "source dtype" if dtype is None else _name(dtype)
-    model.__dict__[ATTRIBUTE] = Report(level, dtype_name, entries, config, notes)
+    name = "source dtype" if dtype is None else dtype_name(dtype)
+    model.__dict__[ATTRIBUTE] = Report(level, name, entries, config, notes)
     return model
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _with_progress(decisions: list[Decision]) -> Iterable[Decision]:

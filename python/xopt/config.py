@@ -7,7 +7,9 @@ from pathlib import Path
 
 from xopt import _C
 
+AUTOTUNE = ("off", "max")
 BACKENDS = ("cpu", "sycl")
+_CHOICES = {"autotune": AUTOTUNE, "backend": BACKENDS}  # of the settings that are no switches
 
 
 @dataclass(frozen=True)
@@ -16,34 +18,46 @@ class Environment:
     """XOPT_MAX_ISA: the highest level that kernels are chosen from; None: what the CPU has."""
     verbose: bool = False
     """XOPT_VERBOSE=1: `optimize` logs each decision at level INFO to the logger "xopt", which then has a handler."""
-    cache_folder: Path = Path.home() / ".cache" / "xopt"
-    """Below XDG_CACHE_HOME, where that is set: what is kept from one process to the next (built SYCL kernels)."""
+    kept_output_mb: int = 256
+    """XOPT_KEPT_OUTPUT_MB: how much memory of freed outputs is held for the next ones; 0: none."""
+    autotune: str = "off"
+    """XOPT_AUTOTUNE=max: all products and convolutions of the process are tuned (`Config.autotune`)."""
 
     def __post_init__(self) -> None:
         if self.max_isa is not None and self.max_isa not in _C.isa_levels():
             known = ", ".join(_C.isa_levels())
             raise ValueError(f"XOPT_MAX_ISA: unknown level {self.max_isa!r}; known levels: {known}")
+        if self.autotune not in AUTOTUNE:
+            raise ValueError(f"XOPT_AUTOTUNE: expected one of {', '.join(AUTOTUNE)}, got {self.autotune!r}")
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> "Environment":
         verbose = environment.get("XOPT_VERBOSE", "0")
         if verbose not in ("", "0", "1"):
             raise ValueError(f"XOPT_VERBOSE: expected 0 or 1, got {verbose!r}")
-        base = environment.get("XDG_CACHE_HOME")
-        folder = Path(base) / "xopt" if base else cls.cache_folder
-        return cls(max_isa=environment.get("XOPT_MAX_ISA") or None, verbose=verbose == "1", cache_folder=folder)
+        kept = environment.get("XOPT_KEPT_OUTPUT_MB") or str(cls.kept_output_mb)
+        if not kept.isdecimal():
+            raise ValueError(f"XOPT_KEPT_OUTPUT_MB: expected a number of megabytes, got {kept!r}")
+        autotune = environment.get("XOPT_AUTOTUNE") or "off"
+        return cls(environment.get("XOPT_MAX_ISA") or None, verbose == "1", int(kept), autotune)
 
     def apply(self) -> None:
         """Hands the settings to the native side."""
         _C.cap_isa(self.max_isa or _C.isa_levels()[-1])
+        _C.set_kept_output_bytes(self.kept_output_mb << 20)
 
 
 current = Environment.read()
 
 
+def cache_folder() -> Path:
+    """Where xopt keeps what it has measured on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xopt"
+
+
 @dataclass(frozen=True, init=False)
 class Config:
-    """Which of its single steps `optimize` takes. All do by default."""
+    """Which of its single steps `optimize` takes. All do by default; what is tried beyond that is off."""
 
     weights_prepack: bool = True
     """Linear layers get packed weights and run on xopt's kernels."""
@@ -86,6 +100,10 @@ class Config:
     autocast: bool = True
     """An optimized model of another dtype than its source computes under autocast by itself, so that the optimized
     dtype flows between its layers. Off: each layer answers in the dtype of its input."""
+    autotune: str = "off"
+    """"max": for each shape of a product or convolution that the model's forward meets, the instances and blockings of
+    its kernel are tried, some seconds for a shape, and what is clearly faster is used from then on, also by later
+    processes (`python -m xopt cache`)."""
     backend: str = "cpu"
     """What runs the kernels of a model in the CPU's memory: "cpu", or "sycl", the SYCL kernels on the CPU's own SYCL
     device (`xopt.sycl.device("cpu")`), by which they are tested and shown. Takes the SYCL part."""
@@ -95,9 +113,9 @@ class Config:
         for name, value in switches.items():
             if name not in known:
                 raise ValueError(f"Config: unknown switch {name!r}; known switches: {', '.join(known)}")
-            if name == "backend":
-                if value not in BACKENDS:
-                    raise ValueError(f"Config: backend: expected one of {', '.join(BACKENDS)}, got {value!r}")
+            if name in _CHOICES:
+                if value not in _CHOICES[name]:
+                    raise ValueError(f"Config: {name}: expected one of {', '.join(_CHOICES[name])}, got {value!r}")
             elif not isinstance(value, bool):
                 raise ValueError(f"Config: {name}: expected True or False, got {value!r}")
         for name, default in known.items():

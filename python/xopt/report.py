@@ -8,17 +8,21 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from xopt import _C
 from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs
+from xopt.modules.root import tuning_of
+from xopt.tuning import Tuned
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 ATTRIBUTE = "_xopt_report"
+_SHORT_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Report:
     config: Config
     notes: tuple[str, ...] = ()
     fusions: tuple[Fusion, ...] = ()
+    defaults: tuple[str, ...] = ()
+    """The instances that run what is not tuned: "gemm[bf16] amx"."""
+    tuned: tuple[Tuned, ...] = ()
+    """The calls that were tuned, or looked at and left to the heuristics (`xopt.tune`)."""
 
     @property
     def optimized_linear_share(self) -> float:
@@ -102,11 +110,21 @@ class Report:
             table.add_row(kind, str(count), ", ".join(fused) or f"its own forward: {problem}")
         return table
 
+    def tuned_table(self) -> Table:
+        from rich.table import Table
+
+        table = Table("kernel", "size", "threads", "instance", "times as fast", title="tuned")
+        for each in self.tuned:
+            if not each.is_default:
+                name = f"{each.kernel}[{each.dtype}]"
+                table.add_row(name, each.size, str(each.threads), each.instance, f"{each.gain:.2f}")
+        return table
+
     def __str__(self) -> str:
         from rich.console import Console
 
         text = io.StringIO()
-        console = Console(file=text, width=120)
+        console = Console(file=text, width=120, markup=False)
         console.print(self.table())
         for kind, share in (
             ("linear layers", self.optimized_linear_share),
@@ -118,6 +136,13 @@ class Report:
             console.print(self.fusion_table())
         elif any(entry.optimized for entry in self.entries):
             console.print("Blocks are fused when they are first called, or by optimize(..., sample_input=...).")
+        if self.defaults:
+            console.print(f"Instances: {', '.join(self.defaults)}.")
+        if self.tuned:
+            left = sum(each.is_default for each in self.tuned)
+            console.print(f"Of {len(self.tuned)} shapes that were tuned, {left} were left to the heuristics.")
+            if left < len(self.tuned):
+                console.print(self.tuned_table())
         for note in self.notes:
             console.print(note)
         return text.getvalue()
@@ -135,10 +160,31 @@ def _packed_share(entries: list[Entry]) -> float:
 
 def report(model: nn.Module) -> Report:
     """The report of the `optimize` call that made this model, with what its blocks have come to since."""
-    found: Any = model.__dict__.get(ATTRIBUTE)
-    if not isinstance(found, Report):
+    found: Report | None = model.__dict__.get(ATTRIBUTE)
+    if found is None:
         raise ValueError(f"report: model: expected what xopt.optimize returned, got a {type(model).__name__} without")
-    return dataclasses.replace(found, fusions=tuple(_fusions(model)))
+    tuning = tuning_of(model)
+    return dataclasses.replace(
+        found,
+        fusions=tuple(_fusions(model)),
+        defaults=tuple(_default_instances(found.entries)),
+        tuned=tuning.used if tuning is not None else (),
+    )
+
+
+def _default_instances(entries: tuple[Entry, ...]) -> Iterator[str]:
+    """Of the kernels that work on the packed weights."""
+    packed = {(entry.is_conv, entry.detail.removeprefix("packed as ")) for entry in entries if entry.optimized}
+    for is_conv, dtype in sorted(packed):
+        short = _SHORT_DTYPES.get(dtype.partition(",")[0].partition(" ")[0])
+        if short is not None:
+            kernel = "conv" if is_conv else "gemm"
+            yield f"{kernel}[{short}] {_C.find_kernel(kernel, short)}"
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether xopt.optimize returned it, and `report` tells of it."""
+    return isinstance(model.__dict__.get(ATTRIBUTE), Report)
 
 
 def _fusions(model: nn.Module) -> Iterator[Fusion]:

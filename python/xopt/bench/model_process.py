@@ -20,7 +20,8 @@ class ContenderError(Exception):
 class Worker:
     """A process that answers requests; a context that ends it, and whatever it has started."""
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, **environment: str) -> None:
+        """`environment`: what its process has besides the bench's own."""
         self.peer = peer
         # Compilers begin with nothing in their caches, so that set-up times are those of a first time.
         self._folder = tempfile.TemporaryDirectory(prefix="xopt-bench-", ignore_cleanup_errors=True)
@@ -32,7 +33,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=complaints,
                 text=True,
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": self._folder.name, "HF_HUB_OFFLINE": "1"},
+                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": self._folder.name, "HF_HUB_OFFLINE": "1", **environment},
                 start_new_session=True,  # Ctrl-C is for the bench, which then ends them all
             )
 

@@ -43,6 +43,9 @@ class Measured:
     note: str = ""
     turns: list[list[float]] = field(default_factory=list)
     """Seconds of each call, by rounds."""
+    cpu_seconds: list[list[float]] = field(default_factory=list)
+    """Of all threads, likewise; with one thread, what other processes take of the core is not in it."""
+    page_faults: list[list[int]] = field(default_factory=list)
     setup_seconds: float = math.nan
     """From the model in fp32 to the first result, with the library imported and nothing in compilers' caches."""
     relative_error: float = math.nan

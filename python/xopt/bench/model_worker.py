@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+import xopt
 from xopt import _C
 from xopt.bench import model_cases, model_peers
 from xopt.bench.errors import UnavailableError, WrongResultError
@@ -97,15 +98,20 @@ class Contender:
             "note": self._note,
         }
 
-    def run(self, calls: int, warm_up: bool) -> list[float]:
-        """Seconds of each call, after one, if wanted, that warms the caches that other processes have had since."""
-        seconds = []
+    def run(self, calls: int, warm_up: bool) -> dict[str, Any]:
+        """Seconds, CPU seconds and page faults of each call, after one, if wanted, that warms the caches that other
+        processes have had since."""
+        seconds, cpu_seconds, faults = [], [], []
         for _ in range(calls + warm_up):
             given = self._fresh()
+            before = resource.getrusage(resource.RUSAGE_SELF)
             start = time.perf_counter()
             self._call(given)
             seconds.append(time.perf_counter() - start)
-        return seconds[warm_up:]
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            cpu_seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            faults.append(after.ru_minflt - before.ru_minflt)
+        return {"seconds": seconds[warm_up:], "cpu_seconds": cpu_seconds[warm_up:], "page_faults": faults[warm_up:]}
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -156,7 +162,13 @@ class Server:
 
     def run(self, calls: int, warm_up: bool) -> dict[str, Any]:
         assert self._contender is not None
-        return {"seconds": self._contender.run(calls, warm_up)}
+        return self._contender.run(calls, warm_up)
+
+    def keep(self) -> dict[str, Any]:
+        """From now on the memory of large tensors is kept, by what the process has for that."""
+        pool = xopt.runtime.memory_pool()
+        pool.start()
+        return {"backend": pool.backend}
 
     def read(self) -> dict[str, Any]:
         """The read bandwidth just now, with the threads that the contenders have."""
@@ -165,6 +177,7 @@ class Server:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         actions: dict[str, Callable[..., dict[str, Any]]] = {"set up": self.set_up, "run": self.run, "read": self.read}
+        actions["keep"] = self.keep
         action = actions[request.pop("do")]
         try:
             with torch.no_grad():

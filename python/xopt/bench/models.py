@@ -146,6 +146,8 @@ class Contender:
         answer = self.ask(do="run", calls=self.calls, warm_up=self.warm_up)
         if answer is not None:
             self.measured.turns.append(answer["seconds"])
+            self.measured.cpu_seconds.append(answer["cpu_seconds"])
+            self.measured.page_faults.append(answer["page_faults"])
 
 
 def measure(case: str, plan: Plan, crew: Crew) -> CaseResult:

@@ -2,8 +2,9 @@
 
 Takes what `xopt-profile --json` or `--trace` wrote. Each kernel runs on random values of the recorded shapes, dtypes
 and strides: as it was recorded, against oneDNN's or torch's for the same work, and with --all-instances at each level
-that this build has it for. Hot: the same operands again and again. Cold: operands that take turns over more memory than
-the caches hold. All contenders take turns in one process; those that compute the same have to agree first.
+that this build has it for and by each blocking that autotuning would try. Hot: the same operands again and again. Cold:
+operands that take turns over more memory than the caches hold. All contenders take turns in one process; those that
+compute the same have to agree first.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import xopt
 from xopt import _C
 from xopt.bench.errors import BenchError, UnavailableError, WrongResultError
-from xopt.bench.replay_contenders import RECORDED, Contender, contenders_of
+from xopt.bench.replay_contender import RECORDED, Contender
+from xopt.bench.replay_contenders import contenders_of
 from xopt.bench.rotation import known_caches, outputs_kept_mapped, plan_rotation
 from xopt.bench.turns import Runner, take_turns
 
@@ -36,12 +39,13 @@ FASTER = 1.05  # less is not told from chance
 
 @dataclass
 class LevelRunner(Runner):
-    """A contender whose kernels are chosen as if the CPU had no more than a level."""
+    """A contender whose kernels are chosen as if the CPU had no more than a level, or otherwise than by heuristics."""
 
     level: str | None = None
+    choice: tuple[int, ...] | None = None
 
     def run(self, calls: int) -> float:
-        with at_level(self.level):
+        with as_chosen(self):
             return super().run(calls)
 
 
@@ -53,6 +57,12 @@ def at_level(level: str | None) -> Iterator[None]:
         yield
     finally:
         _C.cap_isa(before)
+
+
+@contextmanager
+def as_chosen(one: LevelRunner | Contender) -> Iterator[None]:
+    with at_level(one.level), nullcontext() if one.choice is None else xopt.tuning.forced(one.choice):
+        yield
 
 
 @dataclass
@@ -136,7 +146,8 @@ def _gains(samples: dict[str, list[float]], names: set[str]) -> dict[str, float]
 
 def _runner(contender: Contender, count: int) -> LevelRunner:
     operands = itertools.cycle([contender.make() for _ in range(count)])
-    return LevelRunner(name=contender.name, call=contender.run, weights=operands, level=contender.level)
+    instance: Any = {"level": contender.level, "choice": contender.choice}
+    return LevelRunner(name=contender.name, call=contender.run, weights=operands, **instance)
 
 
 def _agreeing(kernel: dict[str, Any], contenders: Sequence[Contender], result: Replayed) -> list[Contender]:
@@ -145,7 +156,7 @@ def _agreeing(kernel: dict[str, Any], contenders: Sequence[Contender], result: R
     reference: torch.Tensor | None = None
     for contender in contenders:
         try:
-            with at_level(contender.level):
+            with as_chosen(contender):
                 result_of_it = _first(contender.run(contender.make()))
             if contender.name == RECORDED:
                 reference = result_of_it
@@ -190,7 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel", metavar="NAME", help=f"those whose name contains it (default: first {MOST_KERNELS})"
     )
-    parser.add_argument("--all-instances", action="store_true", help="at each level that this build has them for")
+    parser.add_argument("--all-instances", action="store_true", help="at each level and by each blocking there is")
     parser.add_argument("--threads", type=int, help="threads (default: as many as torch uses)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for a contender (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes what was measured")

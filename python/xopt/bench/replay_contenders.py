@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-import xopt
 from xopt.bench.errors import UnavailableError
 from xopt.bench.peers import find_op, require_onednn
+from xopt.bench.replay_contender import RECORDED, Contender, blockings_of, levels_of, ours_at_levels
 from xopt.bench.replay_operands import Named, dtype_of, operands_of
+from xopt.bench.replay_recurrent import recurrent_contenders
+from xopt.bench.replay_transposed import is_transposed, transposed_contenders
 
-RECORDED = "what ran"
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Contender:
-    name: str
-    make: Callable[[], Any]
-    """Operands with memory of their own."""
-    run: Callable[[Any], Any]
-    level: str | None = None
-    """The highest that kernels are chosen from; None: as the process has it."""
-    same_result: bool = True
-    """Whether it computes all that was recorded, and not only its main work."""
 
 
 def contenders_of(kernel: dict[str, Any], all_instances: bool) -> list[Contender]:
@@ -41,31 +30,11 @@ def contenders_of(kernel: dict[str, Any], all_instances: bool) -> list[Contender
     found = [Contender(RECORDED, make, call)]
     if kernel["operator"].startswith("xopt::") and all_instances:
         found += [Contender(f"xopt, {level}", make, call, level) for level in levels_of(kernel)]
-    for make_others in (_product_contenders, _conv_contenders, _attention_contenders):
+        found += [Contender(f"xopt, {name}", make, call, choice=choice) for name, choice in blockings_of(kernel)]
+    makers = (_product_contenders, _conv_contenders, _attention_contenders, transposed_contenders, recurrent_contenders)
+    for make_others in makers:
         found += make_others(kernel, make, all_instances)
     return found
-
-
-def levels_of(kernel: dict[str, Any]) -> list[str]:
-    """The levels up to this CPU's that have an instance of a kernel of ours."""
-    cost = xopt.ops.costs.COSTS.get(kernel["operator"].removeprefix("xopt::"))
-    return instance_levels(cost.kernel, kernel["dtype"]) if cost is not None else []
-
-
-def instance_levels(kernel: str, dtype: str) -> list[str]:
-    usable = xopt.capabilities().levels
-    records = [record for record in xopt.kernels() if record.name == kernel and record.isa in usable]
-    wanted = {"s8": "s8s8", "u8": "u8s8"}.get(dtype, dtype)
-    if not any(record.dtype == wanted for record in records):
-        wanted = "f32"  # kernels that compute in fp32 whatever the dtype
-    return [record.isa for record in records if record.dtype == wanted]
-
-
-def _ours_at_levels(name: str, kernel: str, dtype: str, all_instances: bool) -> Iterator[tuple[str, str | None]]:
-    """Names and levels of contenders for work that torch did."""
-    yield name, None
-    if all_instances:
-        yield from ((f"{name}, {level}", level) for level in instance_levels(kernel, dtype))
 
 
 # ---- Products --------------------------------------------------------------------------------------------------------
@@ -142,7 +111,7 @@ def _product_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_i
     name = "oneDNN" if complete else "oneDNN, the product alone"
     found = [Contender(name, lambda: _onednn_product(product(), kernel["dtype"]), _run_onednn_product, None, complete)]
     if not kernel["operator"].startswith("xopt::"):
-        for name, level in _ours_at_levels("xopt", "gemm", kernel["dtype"], all_instances):
+        for name, level in ours_at_levels("xopt", "gemm", kernel["dtype"], all_instances):
             found.append(Contender(name, lambda: _our_product(product()), _run_ours, level))
     return found
 
@@ -202,8 +171,6 @@ def _xopt_conv(named: Named, dtype: torch.dtype) -> _Conv:
 
 
 def _aten_conv(named: Named, dtype: torch.dtype) -> _Conv:
-    if named["transposed"]:
-        raise UnavailableError("it is a transposed one")
     geometry = (named["stride"], named["padding"], named["dilation"], int(named["groups"]))
     return _Conv(named["input"], named["weight"], named.get("bias"), *geometry, True)
 
@@ -213,7 +180,7 @@ _CONVS: dict[str, Callable[[Named, torch.dtype], _Conv]] = {"xopt::conv": _xopt_
 
 def _conv_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_instances: bool) -> list[Contender]:
     read = _CONVS.get(kernel["operator"])
-    if read is None or kernel["dtype"] not in ("f32", "bf16", "f16"):
+    if read is None or kernel["dtype"] not in ("f32", "bf16", "f16") or is_transposed(kernel):
         return []
 
     def conv() -> _Conv:
@@ -224,7 +191,7 @@ def _conv_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_inst
     found = [Contender(name, lambda: _onednn_conv(conv(), kernel["dtype"]), _run_onednn_conv, None, complete)]
     if kernel["operator"].startswith("xopt::"):
         return found
-    for name, level in _ours_at_levels("xopt", "conv", kernel["dtype"], all_instances):
+    for name, level in ours_at_levels("xopt", "conv", kernel["dtype"], all_instances):
         found.append(Contender(name, lambda: _our_conv(conv()), _run_our_conv, level))
     return found
 
@@ -271,7 +238,7 @@ def _attention_contenders(kernel: dict[str, Any], make: Callable[[], Named], all
         return [Contender("torch", operands, _run_torch_attention)]
     if kernel["operator"] != "aten::scaled_dot_product_attention" or kernel["dtype"] not in ("f32", "bf16", "f16"):
         return []
-    names = _ours_at_levels("xopt", "attention", kernel["dtype"], all_instances)
+    names = ours_at_levels("xopt", "attention", kernel["dtype"], all_instances)
     return [Contender(name, operands, _run_our_attention, level) for name, level in names]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from xopt.bench.errors import UnavailableError
 from xopt.bench.peers import find_op
+from xopt.bench.recurrent_operands import fill_recurrent
 
 Named = dict[str, Any]
 DTYPES = {
@@ -118,6 +119,13 @@ def _pack_conv(named: Named, generator: torch.Generator) -> torch.Tensor:
     return _packed("conv_pack", values, int(named.get("groups") or 1), dtype=dtype)
 
 
+def _pack_conv_transpose(named: Named, generator: torch.Generator) -> torch.Tensor:
+    dtype = dtype_of(named["computed in"])
+    values = torch.randn(named["weight_size"], generator=generator).to(dtype)
+    geometry: Any = {"stride": named["stride"], "dilation": named["dilation"]}
+    return _packed("conv_transpose_pack", values, int(named.get("groups") or 1), **geometry, dtype=dtype)
+
+
 def _pack_table(named: Named, generator: torch.Generator) -> torch.Tensor:
     dtype = dtype_of(named["dtype"]["dtype"])
     values = torch.randn(int(named["out_features"]), int(named["in_features"]), generator=generator).to(dtype)
@@ -130,12 +138,15 @@ _PACKERS: dict[str, Callable[[Named, torch.Generator], torch.Tensor]] = {
     "linear_gated": _pack_gated,
     "qlinear": _pack_int8,
     "conv": _pack_conv,
+    "conv_transpose": _pack_conv_transpose,
     "packed_rows": _pack_table,
 }
 
 
 def _pack_weights(op: str, made: Named, named: Named, generator: torch.Generator) -> None:
-    if op in _PACKERS:
+    if op == "recurrent":
+        fill_recurrent(made, named)
+    elif op in _PACKERS:
         made["packed"] = _PACKERS[op](named, generator)
-    elif any("packed" in name or name == "weights" for name in named):
+    elif any("packed" in name for name in named):
         raise UnavailableError(f"how xopt::{op}'s weights are packed is not known to the bench")

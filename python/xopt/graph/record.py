@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from xopt.graph.signature import fill, is_tensor, signature
-from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch
+from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, opaque_reads
 
 
 class OtherSizes(Exception):
@@ -35,6 +35,7 @@ def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) ->
         raise OtherSizes
 
 
+EFFECT = "effect"  # in the meta of a node that has to stay even where nobody uses its result
 EXAMPLE = "example"  # in a node's meta: its value in the recorded call, and of a tensor only a description
 
 
@@ -50,6 +51,7 @@ _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.i
 _FRESH = frozenset(
     {
         *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
+        *("truediv", "div", "pow", "exp", "softmax", "gelu", "masked_fill", "where"),
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
         *("conv_transpose", "interpolate"),
     }
@@ -114,6 +116,8 @@ class Recorder:
         self.watched: list[tuple[Any, str, Any]] = []
         self._expected: dict[tuple[Any, Any, Any], Any] = {}
         self.has_effects = False
+        self.kept: dict[Any, Any] = {}
+        """For rules of objects that are no tensors: what they know of one during this recording."""
 
     # ---- What forwards lead to ---------------------------------------------------------------------------------------
 
@@ -167,6 +171,20 @@ class Recorder:
         node.meta[EXAMPLE] = _described(example)
         return self._wrap(node, example)
 
+    def effect(self, op: str, target: Any, args: Any, kwargs: Any, example: Any = None) -> Any:
+        """A step that changes an object."""
+        self.has_effects = True
+        node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
+        node.meta.update({EXAMPLE: _described(example), EFFECT: True})
+        return None if example is None else self._wrap(node, example)
+
+    def read(self, symbol: Any, name: str) -> Any:
+        """An attribute of an object that is no tensor, whatever it is."""
+        example = getattr(symbol._example, name)
+        node = self.graph.call_function(getattr, (symbol._node, name))
+        node.meta[EXAMPLE] = _described(example)
+        return Symbol(self, node, example)
+
     def expect(self, function: Any, left: Any, right: Any) -> Any:
         """What a comparison of sizes says in the recorded call, and has to say in others."""
         outcome = function(*self.examples((left, right)))
@@ -192,6 +210,13 @@ class Recorder:
         """Whether this is a parameter or a buffer of the block."""
         return id(value) in self._tensors
 
+    def symbol_of(self, tensor: torch.Tensor) -> Any:
+        """A parameter or a buffer of the block as a symbol; another tensor as it is."""
+        if not self.knows(tensor):
+            return tensor
+        with torch._C.DisableTorchFunction():
+            return Symbol(self, self._node(tensor), tensor.detach())
+
     # ---- Between symbols and nodes -----------------------------------------------------------------------------------
 
     def _wrap(self, node: Node, example: Any) -> Any:
@@ -208,6 +233,8 @@ class Recorder:
                 part.meta[EXAMPLE] = _described(item)
                 items.append(self._wrap(part, item))
             return tuple(items) if kind is torch.Size else kind(items)
+        if any(isinstance(example, known) for known, _ in opaque_reads):
+            return Symbol(self, node, example)
         raise CannotRecord(f"{node.target} gives a {kind.__name__}")
 
     def _nodes(self, value: Any) -> Any:

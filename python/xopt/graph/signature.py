@@ -1,18 +1,21 @@
 """What kind of call a block gets: the part of its arguments that a recorded graph takes for granted.
 
 Tensors count by dtype, number of dimensions and whether they are on the CPU, numbers, flags and None by value, other
-objects by class. Sizes do not count: a graph is recorded once for all of them.
+objects by class, and by what of their state `opaque_states` names. Sizes do not count: a graph is recorded once for all
+of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 _CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+# By class: what of an object a recorded graph takes for granted, hashable. Integrations fill it.
+opaque_states: dict[type, Callable[[Any], Any]] = {}
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
@@ -43,7 +46,7 @@ def _flatten(value: Any, key: list[Any], values: list[Any]) -> None:
         for item in value.values():
             _flatten(item, key, values)
     else:
-        key.append(kind)
+        key.append((kind, opaque_states[kind](value)) if kind in opaque_states else kind)
         values.append(value)
 
 

@@ -28,6 +28,8 @@ class CannotRecord(Exception):
 # method would return without doing it. Integrations fill it.
 OpaqueRule = Callable[..., Any]
 opaque_rules: dict[tuple[type, str], OpaqueRule] = {}
+# What may be read of such an object, by class and attribute: given the object's symbol, what the recorded forward gets.
+opaque_reads: dict[tuple[type, str], Callable[[Any], Any]] = {}
 
 _CONSTANT_ATTRIBUTES = frozenset(
     {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested"}
@@ -58,6 +60,11 @@ class _Isinstance(threading.local):
 isinstance_watch = _Isinstance()
 
 
+def rule_for(rules: dict[tuple[type, str], OpaqueRule], example: Any, name: str) -> OpaqueRule | None:
+    found = (rule for (kind, known), rule in rules.items() if known == name and isinstance(example, kind))
+    return next(found, None)
+
+
 class Symbol:
     """Stands for a tensor, a size, or an object that only `opaque_rules` knows."""
 
@@ -81,8 +88,10 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         example = self._example
         if not isinstance(example, torch.Tensor):
-            rules = opaque_rules.items()
-            rule = next((rule for (kind, method), rule in rules if method == name and isinstance(example, kind)), None)
+            read = rule_for(opaque_reads, example, name)
+            if read is not None:
+                return read(self)
+            rule = rule_for(opaque_rules, example, name)
             if rule is None:
                 raise CannotRecord(f"it reads .{name} of a {type(example).__name__}")
             return _Method(self, name, rule)
@@ -120,7 +129,9 @@ class Symbol:
     def __bool__(self) -> bool:
         if isinstance(self._example, torch.Tensor):
             self._refuse("a branch")
-        return bool(self._recorder.expect(operator.ne, self, 0))
+        if type(self._example) in (int, float):
+            return bool(self._recorder.expect(operator.ne, self, 0))
+        return self.__getattr__("__bool__")()  # type: ignore[no-any-return]
 
     def _number(self) -> Any:
         """A size as a plain number, which it then has to be in other calls too."""
@@ -204,9 +215,8 @@ class _Method:
         symbol, name = self._symbol, self._name
         recorder = symbol._recorder
         if self._rule is not None:
-            recorder.has_effects = True
             example = self._rule(symbol._example, *recorder.examples(args), **recorder.examples(kwargs))
-            return recorder.record("call_method", name, (symbol, *args), kwargs, example)
+            return recorder.effect("call_method", name, (symbol, *args), kwargs, example)
         if name.endswith("_") and not name.endswith("__"):
             return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)
         with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -6,15 +6,19 @@ transformers' sdpa takes; what the kernel does not do (dropout, soft caps, paged
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
-from xopt.graph.symbol import is_symbolic, opaque_rules, recorder_of
+from xopt.graph.signature import opaque_states
+from xopt.graph.symbol import CannotRecord, is_symbolic, opaque_reads, opaque_rules, recorder_of
 from xopt.modules.attention import attend, can_attend
 from xopt.modules.base import Context, Replacement, own_forward
 from xopt.modules.linear import PackedProduct
@@ -23,7 +27,15 @@ from xopt.modules.product import product_problem
 
 NAME = "xopt"
 _IGNORED = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "sliding_window"}
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "cache_position",
+        "sliding_window",
+        "deterministic",
+    }
 )
 
 
@@ -104,12 +116,89 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def _update(cache: Cache, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **named: Any) -> Any:
-    """A cache answers with tensors like those that it is given, of other lengths."""
-    return keys, values
+def _update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any) -> Any:
+    """What a cache answers with, out of a copy of the layer, which stays as it is."""
+    if layer >= len(cache.layers):  # it is made in the update, and has nothing to add
+        return keys, values
+    return copy.deepcopy(cache.layers[layer]).update(keys, values, *rest, **named)
 
 
 opaque_rules[Cache, "update"] = _update
+
+
+# ---- Caches of encoder-decoders -------------------------------------------------------------------------------------
+
+
+def _state(cache: EncoderDecoderCache) -> Any:
+    """What a layer's forward branches on: whose keys of the encoder's states are there already."""
+    return tuple(cache.is_updated.items()), len(cache.cross_attention_cache) > 0
+
+
+class _Updated:
+    """The flags of a cache during a recording: read as they are in all calls of this kind, written in each call."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._flags = dict(cache._example.is_updated)
+
+    def get(self, layer: int, default: Any = None) -> Any:
+        return self._flags.get(layer, default)
+
+    def __getitem__(self, layer: int) -> Any:
+        return self._flags[layer]
+
+    def __setitem__(self, layer: int, flag: bool) -> None:
+        self._flags[layer] = flag
+        self._cache._recorder.effect("call_function", set_updated, (self._cache, layer, flag), {})
+
+
+def set_updated(cache: EncoderDecoderCache, layer: int, flag: bool) -> None:
+    cache.is_updated[layer] = flag
+
+
+def _kept(name: str, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A read that gives the same each time."""
+
+    def read(symbol: Any) -> Any:
+        kept = symbol._recorder.kept
+        key = symbol._node, name
+        if key not in kept:
+            kept[key] = make(symbol)
+        return kept[key]
+
+    return read
+
+
+def _read(name: str) -> Callable[[Any], Any]:
+    return lambda symbol: symbol._recorder.read(symbol, name)
+
+
+def _length(symbol: Any) -> Callable[..., Any]:
+    def get_seq_length(*layer: int) -> Any:
+        example = symbol._example.get_seq_length(*layer)
+        return symbol._recorder.record("call_method", "get_seq_length", (symbol, *layer), {}, example)
+
+    return get_seq_length
+
+
+def _has_layers(symbol: Any) -> Callable[[], bool]:
+    """Of the cache for the encoder's states, as long as nothing was added to it: that much the state tells."""
+    source = symbol._node.args[0] if symbol._node.target is getattr else None
+    known = source is not None and symbol._node.args[1] == "cross_attention_cache"
+    if not known or any(user.target == "update" for user in symbol._node.users):
+        raise CannotRecord("it branches on what a cache holds")
+    return lambda: len(symbol._example) > 0
+
+
+opaque_states[EncoderDecoderCache] = _state
+opaque_reads[EncoderDecoderCache, "is_updated"] = _kept("is_updated", _Updated)
+for _name in ("self_attention_cache", "cross_attention_cache"):
+    opaque_reads[EncoderDecoderCache, _name] = _kept(_name, _read(_name))
+opaque_reads[Cache, "get_seq_length"] = _length
+opaque_reads[Cache, "__bool__"] = _has_layers
+opaque_reads[Cache, "layers"] = _read("layers")
+for _name in ("keys", "values"):
+    opaque_reads[CacheLayerMixin, _name] = _read(_name)
 
 
 class PackedConv1D(Replacement, PackedProduct, Conv1D):

@@ -61,7 +61,7 @@ class Watch:
 
     def _arm(self, module: nn.Module) -> None:
         name = type(module).__name__
-        if next(module.parameters(), None) is None or _is_optimized(module):
+        if next(module.parameters(), None) is None or xopt.is_optimized(module):
             return
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._leave):
             self.say(f"{name} is left alone, as asked for")
@@ -85,12 +85,13 @@ class Watch:
                 return
             finally:
                 barrier.remove()
-        entries = xopt.report(module).entries
+        report = xopt.report(module)
+        entries = report.entries
         done = sum(entry.optimized for entry in entries)
         if not done:
             self.say(f"{name} is left as it is: none of its {len(entries)} layers can be optimized")
             return
-        dtype = "its own dtype" if self._dtype is None else str(self._dtype).removeprefix("torch.")
+        dtype = "its own dtype" if self._dtype is None else report.dtype
         self.say(f"{name} is optimized to {dtype}: {done} of its {len(entries)} layers, and the blocks around them")
 
     def _wait(self) -> None:
@@ -147,11 +148,3 @@ def _disarm(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part.__dict__.get("forward"), FirstForward):
             del part.__dict__["forward"]
-
-
-def _is_optimized(module: nn.Module) -> bool:
-    try:
-        xopt.report(module)
-    except ValueError:
-        return False
-    return True

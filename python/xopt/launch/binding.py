@@ -22,7 +22,8 @@ def bind(cpus: Collection[int], mode: str, nodes: Sequence[int]) -> list[str]:
     """Binds the calling thread, and what it starts. Returns what was denied, in words."""
     denied = []
     try:
-        os.sched_setaffinity(0, cpus)
+        if os.sched_getaffinity(0) != set(cpus):  # what is so already cannot be denied
+            os.sched_setaffinity(0, cpus)
     except OSError as error:
         denied.append(f"sched_setaffinity: {error.strerror}: the system chooses the cores")
     if mode in _MODES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from dataclasses import asdict, replace
@@ -75,8 +76,7 @@ def hand_over(plan: Plan, chosen: argparse.Namespace) -> Plan:
 
 
 def as_instance(plan: Plan) -> Instance:
-    """What the launcher itself starts: torchrun, on the cores of all its ranks."""
-    cpus = tuple(sorted({cpu for instance in plan.instances for cpu in instance.cpus}))
+    """What the launcher itself starts: torchrun, which waits. Its ranks bind themselves, and tell what is denied."""
     nodes = tuple(sorted({node for instance in plan.instances for node in instance.nodes}))
     threads = {name: value for name, value in plan.instances[0].environment.items() if name == "OMP_NUM_THREADS"}
     ranks = [
@@ -85,7 +85,7 @@ def as_instance(plan: Plan) -> Instance:
     ]
     return Instance(
         index=0,
-        cpus=cpus,
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
         threads=1,
         nodes=nodes,
         memory=MemoryPolicy("local"),

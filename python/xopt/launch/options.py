@@ -45,7 +45,8 @@ def build_parser(prog: str = "xopt-launch", examples: str = _EXAMPLES) -> argpar
         allow_abbrev=False,
     )
     parser.add_argument("program", metavar="script.py", help="what to run; all that follows are its arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # where nothing is given, argparse would name them as missing
     _add_program(parser.add_argument_group("what is run"))
     _add_instances(parser.add_argument_group("instances"))
     _add_cores(parser.add_argument_group("cores and memory"))

@@ -18,7 +18,7 @@ def print_plan(plan: Plan, *, as_json: bool, explain: bool) -> None:
     from rich.table import Table
 
     table = Table(title="Instances that would be started", title_justify="left", show_lines=True)
-    for name in ("", "CPUs", "threads", "node", "memory", "allocator", "environment", "command"):
+    for name in ("", "CPUs", "threads", "node", "memory", "allocator", "environment and command"):
         table.add_column(name, overflow="fold")
     for instance in plan.instances:
         table.add_row(*_cells(instance))
@@ -41,6 +41,5 @@ def _cells(instance: Instance) -> tuple[str, ...]:
         format_list(instance.nodes),
         f"{memory.mode} {format_list(memory.nodes)}".strip(),
         instance.allocator,
-        "\n".join(f"{name}={value}" for name, value in instance.environment.items()),
-        command,
+        "\n".join([*(f"{name}={value}" for name, value in instance.environment.items()), command]),
     )

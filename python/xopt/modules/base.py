@@ -117,6 +117,10 @@ def forward_problem(module: nn.Module, source: type[nn.Module]) -> str | None:
     return "it has a forward of its own"
 
 
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def result_dtype(input: torch.Tensor) -> torch.dtype:
     """Autocast's dtype under autocast, else the input's."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype

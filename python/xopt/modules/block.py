@@ -179,12 +179,24 @@ class Block(nn.Module):
         self.__dict__[EPOCH] = self.__dict__.get(EPOCH, 0) + 1
 
 
+class TensorBlock(Block):
+    """A block with parameters or buffers of its own: while it is recorded, it reads them as symbols. Torch's own
+    parser takes no symbol for a size where it has a tensor before it (`self.cls_token.expand(batch, -1, -1)`)."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if torch.compiler.is_compiling() or active.recorder is None or not isinstance(value, torch.Tensor):
+            return value
+        return active.recorder.symbol_of(value)
+
+
 def make_block(module: nn.Module, config: Config) -> bool:
     """Turns a module into a block, in place, if it is one that has something inside; whether it did."""
     if not can_be_block(module):
         return False
     try:
-        module.__class__ = derive(Block, type(module))
+        has_tensors = bool(module._parameters or module._buffers)
+        module.__class__ = derive(TensorBlock if has_tensors else Block, type(module))
     except TypeError:  # a class whose instances have another layout
         return False
     module.__dict__[PROGRAMS] = Programs(config)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+from xopt.modules.base import dtype_name
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
@@ -76,7 +77,7 @@ def pack_computed(module: Any, dtype: torch.dtype | None, **layout: Any) -> str:
         packed = computed.of(module)
     if packed is None:
         return "left to torch: the model is being traced"
-    return f"packed as {str(packed.dtype).removeprefix('torch.')}, and again whenever what it is computed from changes"
+    return f"packed as {dtype_name(packed.dtype)}, and again whenever what it is computed from changes"
 
 
 def weight_of(module: Any) -> Any:

@@ -16,13 +16,14 @@ from torch.nn.modules.conv import _ConvNd
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
-from xopt.modules.base import Context, Replacement, derive, forward_problem, own_forward, result_dtype
+from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_problem, own_forward, result_dtype
 from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Taps
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
+from xopt.ops.conv import output_sizes
 
 _CHANNELS_LAST = "_xopt_channels_last"  # in a module's __dict__: its source's weight had its channels last
 
@@ -79,7 +80,7 @@ def pack_convolution(module: _ConvNd, context: Context, taps: Taps | None, packe
     module.__dict__[_CHANNELS_LAST] = weight.stride(1) == 1 and not weight.is_contiguous()
     module._parameters["weight"] = packed
     module.__class__ = packed_class
-    return f"packed as {str(packed.dtype).removeprefix('torch.')}"
+    return f"packed as {dtype_name(packed.dtype)}"
 
 
 class _PackedConv1d(PackedConv, nn.Conv1d):
@@ -175,13 +176,9 @@ def _own_padding(module: Any) -> list[int]:
 
 
 def output_shape(module: Any, input: torch.Tensor, pad: Sequence[int] = ()) -> tuple[int, ...]:
-    padding = _padding(module, pad)
     dims = len(module.kernel_size)
-    spatial = []
-    for i, size in enumerate(input.shape[-dims:]):
-        span = module.dilation[i] * (module.kernel_size[i] - 1)
-        spatial.append((size + padding[2 * i] + padding[2 * i + 1] - span - 1) // module.stride[i] + 1)
-    return (*input.shape[: -dims - 1], module.out_channels, *spatial)
+    geometry = (module.kernel_size, module.stride, _padding(module, pad), module.dilation)
+    return (*input.shape[: -dims - 1], module.out_channels, *output_sizes(input.shape[-dims:], *geometry))
 
 
 @step(label("conv"))
@@ -204,9 +201,7 @@ def conv(
     if not has_packed_weight(module) or (other is not None and other.shape != output_shape(module, input, pad)):
         input = functional.pad(input, pad) if pad else input
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
-    scale = None
-    if norm is not None:
-        scale, bias = folded(module, bias, norm, eps)
+    scale, bias = folded(module, bias, norm, eps)
     return run(
         module,
         input,

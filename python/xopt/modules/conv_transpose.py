@@ -25,6 +25,7 @@ from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
 from xopt.modules.wide_taps import find_wide
+from xopt.ops.conv_transpose import output_sizes
 
 _KINDS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FUNCTIONS: dict[int, Any] = {
@@ -148,11 +149,8 @@ def _out_of_blocks(image: torch.Tensor, size: int, missing: int) -> torch.Tensor
 
 def output_shape(module: Any, input: torch.Tensor, output_padding: Sequence[int]) -> tuple[int, ...]:
     dims = len(module.kernel_size)
-    spatial = []
-    for i, size in enumerate(input.shape[-dims:]):
-        span = module.dilation[i] * (module.kernel_size[i] - 1)
-        spatial.append((size - 1) * module.stride[i] - 2 * module.padding[i] + span + output_padding[i] + 1)
-    return (*input.shape[: -dims - 1], module.out_channels, *spatial)
+    geometry = (module.kernel_size, module.stride, module.padding, output_padding, module.dilation)
+    return (*input.shape[: -dims - 1], module.out_channels, *output_sizes(input.shape[-dims:], *geometry))
 
 
 @step(label("conv_transpose"))
@@ -173,9 +171,7 @@ def conv_transpose(
     if not has_packed_taps(module, output_padding) or not fits or is_for_torch(input, bias):
         result = module.plain_forward(input, output_padding)
         return finished(result, norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
-    scale = None
-    if norm is not None:
-        scale, bias = folded(module, bias, norm, eps)
+    scale, bias = folded(module, bias, norm, eps)
     return run(
         module,
         input,

@@ -13,7 +13,15 @@ from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
-from xopt.modules.base import Context, Replacement, cast_parameter, derive, own_forward, plain_parameter_problem
+from xopt.modules.base import (
+    Context,
+    Replacement,
+    cast_parameter,
+    derive,
+    dtype_name,
+    own_forward,
+    plain_parameter_problem,
+)
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
@@ -45,7 +53,7 @@ class CastEmbedding(Replacement, PackedState, nn.Embedding):
             module._parameters["weight"] = context.pack(weight)
             return "reads the packed weight of the linear layer that it shares it with"
         module._parameters["weight"] = cast_parameter(weight, context)
-        return f"cast to {str(module.weight.dtype).removeprefix('torch.')}"
+        return f"cast to {dtype_name(module.weight.dtype)}"
 
     def forward(self, input: Any) -> torch.Tensor:
         if type(input) is Symbol and type(self._parameters["weight"]) is PackedParameter:
@@ -80,7 +88,7 @@ class CastEmbeddingBag(Replacement, nn.EmbeddingBag):
         module.__dict__["_xopt_source_dtype"] = module.weight.dtype
         module._parameters["weight"] = cast_parameter(module.weight, context)
         module.__class__ = derive(cls, type(module))
-        return f"cast to {str(module.weight.dtype).removeprefix('torch.')}"
+        return f"cast to {dtype_name(module.weight.dtype)}"
 
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
         if per_sample_weights is not None:

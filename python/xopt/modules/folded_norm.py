@@ -14,27 +14,55 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from xopt.modules.pattern import argument, dtype_of
-from xopt.modules.remembered import remembered
 from xopt.ops.fakes import FLOATING
 
 _ARGUMENTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
 _FOLDED = "_xopt_folded"
 
 
-def folded(
-    module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...], eps: float
-) -> tuple[Tensor, Tensor]:
-    """Factor and addend for the sums of a layer, whose own bias is in the addend."""
-
-    def make() -> tuple[Tensor, Tensor]:
-        mean, variance, weight, bias, own = (None if each is None else each.double() for each in (*norm, own_bias))
+class _Folded:
+    def __init__(self, sources: tuple[Tensor | None, ...], eps: float) -> None:
+        self._sources = sources
+        self._versions = _versions(sources)
+        self._eps = eps
+        mean, variance, weight, bias, own_bias = (None if each is None else each.double() for each in sources)
         assert mean is not None, "a BatchNorm without statistics was folded"
         assert variance is not None, "a BatchNorm without statistics was folded"
         scale = torch.rsqrt(variance + eps) if weight is None else weight * torch.rsqrt(variance + eps)
-        shift = -mean * scale if own is None else (own - mean) * scale
-        return scale.float(), (shift if bias is None else shift + bias).float()
+        shift = -mean * scale if own_bias is None else (own_bias - mean) * scale
+        self.scale = scale.float()
+        self.shift = (shift if bias is None else shift + bias).float()
 
-    return remembered(module, _FOLDED, (*norm, own_bias, eps), make)
+    def holds(self, sources: tuple[Tensor | None, ...], eps: float) -> bool:
+        same = all(one is other for one, other in zip(sources, self._sources, strict=True))
+        return same and self._eps == eps and self._versions is not None and _versions(sources) == self._versions
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied module computes its own."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _versions(sources: tuple[Tensor | None, ...]) -> list[int] | None:
+    """None: one of them is an inference tensor, whose changes nobody counts."""
+    if any(each is not None and each.is_inference() for each in sources):
+        return None
+    return [0 if each is None else each._version for each in sources]
+
+
+def folded(
+    module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...] | None, eps: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """Factor and addend for the sums of a layer, whose own bias is in the addend, which is that bias without a norm."""
+    if norm is None:
+        return None, own_bias
+    sources = (*norm, own_bias)
+    cached: _Folded | None = module.__dict__.get(_FOLDED)
+    if cached is None or not cached.holds(sources, eps):
+        with torch.no_grad():
+            cached = module.__dict__[_FOLDED] = _Folded(sources, eps)
+    return cached.scale, cached.shift
 
 
 def norm_of(node: Node) -> dict[str, Any] | None:

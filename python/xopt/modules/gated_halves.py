@@ -11,27 +11,14 @@ import operator
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from xopt.graph.record import EXAMPLE
-from xopt.modules.activation import ACTIVATIONS, activation_of
-from xopt.modules.gated_linear import gated_product
+from xopt.modules.activation import ACTIVATIONS
+from xopt.modules.gated_linear import each_gated, gated_product
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, pack_as_halves
-from xopt.modules.pattern import (
-    MULTIPLY,
-    Pattern,
-    argument,
-    calls,
-    dtype_of,
-    is_call,
-    only_user,
-    operands,
-    replace,
-    shape_of,
-    step,
-    used_only_for,
-)
+from xopt.modules.pattern import Pattern, argument, dtype_of, is_call, only_user, replace, shape_of, step
 
 
 class GatedHalves(Pattern):
@@ -40,15 +27,11 @@ class GatedHalves(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        for node in calls(graph, *MULTIPLY):
-            found = operands(node, MULTIPLY)
-            for activated, up in [] if found is None else [found, found[::-1]]:
-                gate = activation_of(activated)
-                source = None if gate is None else _halved(gate[0], up)
-                if gate is not None and source is not None and _fits(node, activated, gate[0], up, source):
-                    kwargs = gate[1] | {"gate": gate[0].args[1], "out_dtype": dtype_of(node)}
-                    replace(graph, node, gated_halves, source.args, kwargs)
-                    break
+        for found in each_gated(graph):
+            source = _halved(found.gate, found.up)
+            if source is not None and _fits(source) and dtype_of(found.node) == dtype_of(source):
+                kwargs = found.activation | {"gate": found.gate.args[1], "out_dtype": dtype_of(found.node)}
+                replace(graph, found.node, gated_halves, source.args, kwargs)
 
 
 def _halved(gate: Any, up: Any) -> Any:
@@ -65,17 +48,10 @@ def _halved(gate: Any, up: Any) -> Any:
     return source if only_user(source) is split else None
 
 
-def _fits(node: Node, activated: Any, gate: Any, up: Any, source: Any) -> bool:
+def _fits(source: Any) -> bool:
     if source.target is not linear or set(source.kwargs) != {"out_dtype"}:
         return False
-    weight = source.args[0].meta[EXAMPLE]._parameters["weight"]
-    return (
-        type(weight) is PackedParameter
-        and only_user(up) is node
-        and only_user(activated) is node
-        and used_only_for(gate, activated)
-        and dtype_of(node) == dtype_of(source)
-    )
+    return type(source.args[0].meta[EXAMPLE]._parameters["weight"]) is PackedParameter
 
 
 @step(lambda kwargs: f"gated halves ({kwargs['activation']})")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,27 +19,45 @@ from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, 
 gated_product = torch.ops.xopt.linear_gated.default
 
 
+@dataclass(frozen=True)
+class Gated:
+    """A product `activation(gate) * up`, all of whose steps nobody else uses."""
+
+    node: Node
+    gate: Node
+    up: Node
+    activation: dict[str, Any]
+
+
+def each_gated(graph: Graph) -> Iterator[Gated]:
+    """Either factor may be the gate. A product that was replaced in between is not handed out again."""
+    for node in calls(graph, *MULTIPLY):
+        found = operands(node, MULTIPLY)
+        for activated, up in [] if found is None else [found, found[::-1]]:
+            gate = activation_of(activated)
+            if gate is None or not isinstance(up, Node) or only_user(up) is not node:
+                continue
+            if only_user(activated) is node and used_only_for(gate[0], activated):
+                yield Gated(node, gate[0], up, gate[1])
+
+
 class GatedPair(Pattern):
     stage: ClassVar[int] = 1  # before siblings are merged: of these two, this is the better way
     switch: ClassVar[str] = "fuse_gated_linear"
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        for node in calls(graph, *MULTIPLY):
-            found = operands(node, MULTIPLY)
-            for activated, up in [] if found is None else [found, found[::-1]]:
-                gate = activation_of(activated)
-                if gate is not None and _fit(node, activated, gate[0], up):
-                    args = (gate[0].args[0], up.args[0], up.args[1])
-                    replace(graph, node, gated_linear, args, gate[1] | {"out_dtype": dtype_of(node)})
-                    break
+        for found in each_gated(graph):
+            if _fits(found):
+                args = (found.gate.args[0], found.up.args[0], found.up.args[1])
+                replace(graph, found.node, gated_linear, args, found.activation | {"out_dtype": dtype_of(found.node)})
 
 
-def _fit(node: Node, activated: Any, gate: Any, up: Any) -> bool:
-    for each in (gate, up):
-        if not isinstance(each, Node) or each.target is not linear or set(each.kwargs) != {"out_dtype"}:
-            return False
-    modules: list[Any] = [each.args[0].meta[EXAMPLE] for each in (gate, up)]
+def _fits(found: Gated) -> bool:
+    gate, up = found.gate, found.up
+    if not all(each.target is linear and set(each.kwargs) == {"out_dtype"} for each in (gate, up)):
+        return False
+    modules: list[Any] = [each.args[0].meta[EXAMPLE] for each in (gate, up)]  # type: ignore[union-attr]
     weights = [weight_of(module) for module in modules]
     if not all(type(weight) is PackedParameter for weight in weights):
         return False
@@ -45,10 +65,7 @@ def _fit(node: Node, activated: Any, gate: Any, up: Any) -> bool:
         gate.args[1] is up.args[1]
         and modules[0] is not modules[1]
         and weights[0].shape == weights[1].shape
-        and only_user(up) is node
-        and only_user(activated) is node
-        and used_only_for(gate, activated)
-        and dtype_of(node) == dtype_of(gate) == dtype_of(up)
+        and dtype_of(found.node) == dtype_of(gate) == dtype_of(up)
     )
 
 

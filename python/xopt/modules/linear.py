@@ -15,6 +15,7 @@ from xopt.modules.base import (
     Replacement,
     cast_parameter,
     derive,
+    dtype_name,
     forward_problem,
     own_forward,
     result_dtype,
@@ -62,7 +63,7 @@ class PackedProduct(PackedState):
             module._parameters["weight"] = cast_parameter(weight, context)
             return "cast, not packed: its weight is shared with a module that reads it in the plain layout"
         module._parameters["weight"] = packed = context.pack(weight, cls.transposed)
-        return f"packed as {str(packed.dtype).removeprefix('torch.')}"
+        return f"packed as {dtype_name(packed.dtype)}"
 
     def forward(self, input: Any) -> torch.Tensor:
         if type(input) is Symbol:
@@ -121,9 +122,7 @@ def linear(
     bias: torch.Tensor | None = module._parameters["bias"]
     if place is None or (other is not None and not is_output_like(other, input, module)):
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
-    scale = None
-    if norm is not None:
-        scale, bias = folded(module, bias, norm, eps)
+    scale, bias = folded(module, bias, norm, eps)
     return _linear(  # type: ignore[no-any-return]
         input,
         place.packed,

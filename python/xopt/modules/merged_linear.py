@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
+from xopt.modules.activation import activation_of
 from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
 from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
-from xopt.modules.remembered import remembered
 
 _linear = torch.ops.xopt.linear.default
-_BIAS = "_xopt_merged_bias"
 
 
 class MergeSiblings(Pattern):
@@ -25,9 +25,11 @@ class MergeSiblings(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
+        activated = {found[0] for node in graph.nodes if (found := activation_of(node)) is not None}
         siblings: dict[Node, list[Any]] = {}
         for node in calls(graph, linear):
-            siblings.setdefault(node.args[1], []).append(node)
+            if node not in activated:  # the product itself takes an activation along
+                siblings.setdefault(node.args[1], []).append(node)
         for input, nodes in siblings.items():
             modules = [node.args[0].meta[EXAMPLE] for node in nodes]
             alike = all(set(node.kwargs) == {"out_dtype"} for node in nodes)
@@ -41,7 +43,6 @@ def _fit(modules: list[PackedProduct]) -> bool:
         all(type(weight) is PackedParameter and weight.place.in_pair is None for weight in weights)
         and len({id(weight) for weight in weights}) == len(weights)
         and len({weight.dtype for weight in weights if weight is not None}) == 1
-        and len({module.bias is None for module in modules}) == 1
         and all(module.out_features % 32 == 0 for module in modules[:-1])
     )
 
@@ -59,6 +60,13 @@ def _merge(graph: Graph, input: Node, nodes: list[Node]) -> None:
         graph.erase_node(node)
 
 
+def _joined(biases: Sequence[torch.Tensor | None], sizes: list[int]) -> torch.Tensor:
+    """One bias of several, of which some may be missing."""
+    like = next(each for each in biases if each is not None)
+    pairs = zip(biases, sizes, strict=True)
+    return torch.cat([like.new_zeros(size) if each is None else each for each, size in pairs])
+
+
 @step("merged linear")
 def merged_linear(
     modules: list[PackedProduct], input: torch.Tensor, *, out_dtype: torch.dtype
@@ -68,8 +76,8 @@ def merged_linear(
         return tuple(linear(module, input, out_dtype=out_dtype) for module in modules)
     if not are_one(weights) and not pack_as_one(weights):
         return tuple(linear(module, input, out_dtype=out_dtype) for module in modules)
-    biases: list[Any] = [module._parameters["bias"] for module in modules]
+    biases = tuple(module._parameters["bias"] for module in modules)
     sizes = [module.out_features for module in modules]
-    bias = None if biases[0] is None else remembered(modules[0], _BIAS, tuple(biases), lambda: torch.cat(biases))
+    bias = _joined(biases, sizes) if any(each is not None for each in biases) else None
     together = _linear(input, weights[0].place.packed, sum(sizes), bias, out_dtype=out_dtype)
     return together.split_with_sizes(sizes, -1)  # type: ignore[no-any-return]

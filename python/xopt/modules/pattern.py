@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.fx import Graph, Node
 
-from xopt.graph.record import EXAMPLE, Described, expect
+from xopt.graph.record import EFFECT, EXAMPLE, Described, expect
 
 
 class Pattern:
@@ -120,10 +120,9 @@ def allow_copies(node: Node) -> None:
 
 
 def remove_unused(graph: Graph) -> None:
-    """All recorded functions are pure; methods of objects that are no tensors need not be."""
+    """All recorded functions are pure, but for those that are marked."""
     for node in reversed(list(graph.nodes)):
-        opaque = node.op == "call_method" and not isinstance(node.args[0].meta.get(EXAMPLE), Described)
-        needed = opaque or node.op in ("placeholder", "output") or node.target is expect
+        needed = EFFECT in node.meta or node.op in ("placeholder", "output") or node.target is expect
         if not node.users and not needed:
             graph.erase_node(node)
 

@@ -7,6 +7,7 @@ that has autocast on already keeps its own, and gets what autocast gives. A smal
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from typing import Any
@@ -19,6 +20,7 @@ from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
 from xopt.modules.containers import map_tensors
 from xopt.modules.layout import Layout, image_dims
+from xopt.tuning import ModelTuning
 
 
 class RootForward:
@@ -34,9 +36,11 @@ class RootForward:
         dtype: torch.dtype | None,
         source_dtype: torch.dtype | None,
         dims: frozenset[int] = frozenset(),
+        tuning: ModelTuning | None = None,
         backend: str = "cpu",
     ) -> None:
         self._module = weakref.ref(module)
+        self.tuning = tuning
         self._dims = dims
         self._layout = Layout(dims)
         self._dtype = dtype
@@ -50,6 +54,9 @@ class RootForward:
         assert module is not None, "a forward outlived its module"
         if self._backend == "sycl":
             with sycl.device("cpu"):
+                return self._call(module, args, kwargs)
+        if self.tuning is not None and not torch.compiler.is_compiling():
+            with self.tuning:
                 return self._call(module, args, kwargs)
         return self._call(module, args, kwargs)
 
@@ -79,10 +86,18 @@ class RootForward:
         module = self._module()
         assert module is not None, "a forward outlived its module"
         module = memo.get(id(module), module)
-        return RootForward(module, self._dtype, self._source_dtype, self._dims, self._backend)
+        tuning = copy.deepcopy(self.tuning, memo)
+        return RootForward(module, self._dtype, self._source_dtype, self._dims, tuning, self._backend)
 
     def __reduce__(self) -> Any:
-        return RootForward, (self._module(), self._dtype, self._source_dtype, self._dims, self._backend)
+        return RootForward, (
+            self._module(),
+            self._dtype,
+            self._source_dtype,
+            self._dims,
+            self.tuning,
+            self._backend,
+        )
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
@@ -92,8 +107,28 @@ def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, sour
         return
     small = can_be_block(module)
     dims = image_dims(module)
-    if dtype is None and not small and not dims and config.backend == "cpu":
+    tuned = config.autotune != "off"
+    if dtype is None and not small and not dims and not tuned and config.backend == "cpu":
         return
-    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, config.backend)
+    tuning = ModelTuning(config.autotune) if tuned else None
+    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, tuning, config.backend)
     if small:
         module.__dict__[PROGRAMS] = Programs(config)
+
+
+def tuning_of(module: nn.Module) -> ModelTuning | None:
+    forward = module.__dict__.get("forward")
+    return forward.tuning if isinstance(forward, RootForward) else None
+
+
+def make_tuned(module: nn.Module, mode: str) -> ModelTuning:
+    """Has the model's forward use what was tuned from now on."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        forward = module.__dict__["forward"] = RootForward(module, None, None)
+    if not isinstance(forward, RootForward):
+        raise ValueError(f"tune: model: expected a forward of its class, got {forward!r} that the instance was given")
+    if forward.tuning is None:
+        forward.tuning = ModelTuning(mode)
+    forward.tuning.mode = mode
+    return forward.tuning

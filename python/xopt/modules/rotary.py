@@ -1,9 +1,16 @@
-"""Rotary position embeddings of queries and keys, as models write them out: x cos + rotate_half(x) sin."""
+"""Rotary position embeddings of queries and keys, as models write them out: x cos + turned(x) sin.
+
+    halves        turned(x) = cat(-x[half:], x[:half])                        Llama
+    interleaved   turned(x) = stack(-x[1::2], x[::2]) flattened               GPT-J
+
+x may be the first columns of a head, whose others are put behind the result; it may have its heads before its positions
+or behind them; and all of it may be done in fp32 between casts. The kernel does each of these in one pass.
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +18,47 @@ from torch.fx import Graph, Node
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
-from xopt.modules.pattern import ADD, MULTIPLY, Pattern, argument, calls, dtype_of, is_call, operands, shape_of, step
+from xopt.modules.pattern import (
+    ADD,
+    MULTIPLY,
+    Pattern,
+    argument,
+    calls,
+    dtype_of,
+    is_call,
+    is_cast,
+    only_user,
+    operands,
+    shape_of,
+    step,
+    without_casts,
+)
+from xopt.ops.fakes import FLOATING
 
 _rotary = torch.ops.xopt.rotary.default
 
 
 @step("rotary")
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotary(query, key, cos, sin)  # type: ignore[no-any-return]
+def rotary(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, heads: int, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """`heads`: the dimension of query and key that these are, 1 or 2, and over which the angles are broadcast."""
+    cos, sin = cos.squeeze(heads), sin.squeeze(heads)
+    if heads == 1:
+        return _rotary(query, key, cos, sin, interleaved=interleaved)  # type: ignore[no-any-return]
+    query, key = _rotary(query.transpose(1, 2), key.transpose(1, 2), cos, sin, interleaved=interleaved)
+    return query.transpose(1, 2), key.transpose(1, 2)
+
+
+class _Turn(NamedTuple):
+    """One tensor that is rotated."""
+
+    x: Node
+    result: Node
+    cos: Node
+    sin: Node
+    heads: int
+    interleaved: bool
 
 
 class FindRotary(Pattern):
@@ -27,28 +67,29 @@ class FindRotary(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        waiting: dict[tuple[Node, Node], tuple[Node, Node]] = {}
+        waiting: list[_Turn] = []
         for node in calls(graph, *ADD):
-            found = _rotated(node)
-            if found is None:
+            turn = _turn_of(node)
+            if turn is None:
                 continue
-            x, angles = found
-            if angles not in waiting:
-                waiting[angles] = node, x
-                continue
-            _replace(graph, waiting.pop(angles), (node, x), angles)
+            partner = next((other for other in waiting if _belong_together(other, turn)), None)
+            if partner is None:
+                waiting.append(turn)
+            elif _replace(graph, _whole(partner), _whole(turn)) or _replace(graph, partner, turn):
+                waiting.remove(partner)
 
 
-def _rotated(node: Node) -> tuple[Node, tuple[Node, Node]] | None:
-    """x, cos and sin of a sum that rotates all of x."""
+def _turn_of(node: Node) -> _Turn | None:
+    """What a sum rotates, if it is one that does."""
     for plain, turned in _orders(node, ADD):
         for x, cos in _orders(plain, MULTIPLY):
-            for half, sin in _orders(turned, MULTIPLY):
-                angles = _angles(cos), _angles(sin)
-                if _is_rotate_half(half, x) and None not in angles and dtype_of(node) == dtype_of(x):
-                    depth = shape_of(x)[-1]
-                    if len(shape_of(x)) == 4 and all(shape_of(angle)[-1] == depth for angle in angles):
-                        return x, angles  # type: ignore[return-value]
+            for other, sin in _orders(turned, MULTIPLY):
+                interleaved = _turned(other, x)
+                if interleaved is None:
+                    continue
+                found = _result(node, x, interleaved, cos, sin)
+                if found is not None:
+                    return found
     return None
 
 
@@ -57,30 +98,64 @@ def _orders(node: Any, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
     return [] if found is None else [found, found[::-1]]
 
 
-def _angles(node: Any) -> Node | None:
-    """The [batch, positions, depth] that a model broadcasts over heads."""
-    if is_call(node, torch.unsqueeze, "unsqueeze") and argument(node, 1, "dim") == 1 and len(shape_of(node)) == 4:
-        return node.args[0]  # type: ignore[no-any-return]
+def _result(node: Node, x: Any, interleaved: bool, cos: Any, sin: Any) -> _Turn | None:
+    source = without_casts(x)
+    heads = _broadcast_dim(cos)
+    if len(shape_of(x)) != 4 or heads is None or _broadcast_dim(sin) != heads or dtype_of(source) not in FLOATING:
+        return None
+    if shape_of(cos)[-1] != shape_of(x)[-1] or shape_of(sin)[-1] != shape_of(x)[-1] or shape_of(x)[-1] % 2:
+        return None
+    if dtype_of(node) not in (dtype_of(source), torch.float32) or dtype_of(x) not in (dtype_of(source), torch.float32):
+        return None
+    if is_cast(only_user(node)) and dtype_of(only_user(node)) == dtype_of(source):  # done in fp32, and cast back
+        node = only_user(node)
+    return _Turn(source, node, cos, sin, heads, interleaved) if dtype_of(node) == dtype_of(source) else None
+
+
+# ---- What is turned -------------------------------------------------------------------------------------------------
+
+
+def _turned(node: Any, x: Any) -> bool | None:
+    """Whether `node` is x turned in pairs of neighbours (True) or by halves (False); None: neither."""
+    node, source = without_casts(node), without_casts(x)
+    if is_call(node, torch.cat) and argument(node, 1, "dim", 0) == -1 and _is_pair(node):
+        second, first = node.args[0]
+        half = shape_of(x)[-1] // 2
+        halves = slice(None, half), slice(half, None)
+        return False if _are_parts(first, second, source, *halves) else None
+    if is_call(node, torch.flatten, "flatten") and argument(node, 1, "start_dim", 0) == -2:
+        stacked = node.args[0]
+        if is_call(stacked, torch.stack) and argument(stacked, 1, "dim", 0) == -1 and _is_pair(stacked):
+            second, first = stacked.args[0]
+            return True if _are_parts(first, second, source, slice(None, None, 2), slice(1, None, 2)) else None
     return None
 
 
-def _is_rotate_half(node: Any, x: Node) -> bool:
-    if not is_call(node, torch.cat) or argument(node, 1, "dim", 0) != -1 or len(node.args[0]) != 2:
-        return False
-    second, first = node.args[0]
-    if not is_call(second, operator.neg, torch.neg, "neg"):
-        return False
-    half = shape_of(x)[-1] // 2
-    return _is_slice(first, x, None, half) and _is_slice(second.args[0], x, half, None)
+def _is_pair(node: Node) -> bool:
+    return isinstance(node.args[0], (tuple, list)) and len(node.args[0]) == 2
 
 
-def _is_slice(node: Any, x: Node, start: int | None, stop: int | None) -> bool:
-    if not is_call(node, operator.getitem) or node.args[0] is not x:
+def _are_parts(first: Any, negated: Any, source: Node, of_first: slice, of_second: slice) -> bool:
+    if not is_call(negated, operator.neg, torch.neg, "neg"):
         return False
-    key = node.args[1]
-    if not isinstance(key, tuple) or len(key) != 2 or key[0] is not Ellipsis or not isinstance(key[1], slice):
-        return False
-    return (_value(key[1].start), _value(key[1].stop), key[1].step) == (start, stop, None)
+    return _is_columns(first, source, of_first) and _is_columns(negated.args[0], source, of_second)
+
+
+def _columns(node: Any) -> slice | None:
+    """The columns that a step takes of all rows, with plain numbers."""
+    if not is_call(node, operator.getitem) or not isinstance(node.args[1], tuple):
+        return None
+    *rows, columns = node.args[1]
+    if rows != [Ellipsis] and rows != [slice(None)] * (len(shape_of(node)) - 1):
+        return None
+    if not isinstance(columns, slice):
+        return None
+    start, stop, step_size = (_value(number) for number in (columns.start, columns.stop, columns.step))
+    return slice(start or None, stop, step_size)
+
+
+def _is_columns(node: Any, source: Node, columns: slice) -> bool:
+    return _columns(node) == columns and without_casts(node.args[0]) is source
 
 
 def _value(number: Any) -> Any:
@@ -88,12 +163,88 @@ def _value(number: Any) -> Any:
     return number.meta.get(EXAMPLE) if isinstance(number, Node) else number
 
 
-def _replace(graph: Graph, first: tuple[Node, Node], second: tuple[Node, Node], angles: tuple[Node, Node]) -> None:
-    with graph.inserting_before(second[0]):
-        both = graph.call_function(rotary, (first[1], second[1], *angles))
-        for place, (node, _) in enumerate((first, second)):
+def _whole(turn: _Turn) -> _Turn:
+    """The rotation of a whole head, where only its first columns are turned and the others put behind them."""
+    columns, joined = _columns(turn.x), only_user(turn.result)
+    kept = None if columns is None else slice(columns.stop, None)
+    if kept is None or columns != slice(None, shape_of(turn.x)[-1]) or not is_call(joined, torch.cat):
+        return turn
+    source = turn.x.args[0]
+    if argument(joined, 1, "dim", 0) != -1 or not _is_pair(joined) or joined.args[0][0] is not turn.result:
+        return turn
+    rest = joined.args[0][1]
+    if not isinstance(source, Node) or not is_call(rest, operator.getitem) or rest.args[0] is not source:
+        return turn
+    return turn._replace(x=source, result=joined) if _columns(rest) == kept else turn
+
+
+# ---- Angles ---------------------------------------------------------------------------------------------------------
+
+
+def _broadcast_dim(node: Any) -> int | None:
+    """The dimension of angles that a model has added for heads, behind whatever it does to columns."""
+    if len(shape_of(node)) != 4:
+        return None
+    while True:
+        if is_cast(node) or is_call(node, torch.repeat_interleave, "repeat_interleave") or _columns(node) is not None:
+            node = node.args[0]
+        else:
+            break
+    if is_call(node, torch.unsqueeze, "unsqueeze") and len(shape_of(node)) == 4:
+        dim = argument(node, 1, "dim")
+        return dim % 4 if dim in (1, 2, -2, -3) else None
+    if is_call(node, operator.getitem) and isinstance(node.args[1], tuple) and len(shape_of(node)) == 4:
+        for dim in (1, 2):
+            key = [slice(None)] * 3
+            key.insert(dim, None)  # type: ignore[arg-type]
+            if list(node.args[1]) == key[: len(node.args[1])] and len(node.args[1]) > dim:
+                return dim
+    return None
+
+
+def _is_written_alike(one: Any, other: Any) -> bool:
+    """Whether two steps compute the same from the same: models broadcast angles for query and key apart."""
+    if one is other:
+        return True
+    if not isinstance(one, Node) or not isinstance(other, Node):
+        return type(one) is type(other) and bool(one == other)
+    if one.target != other.target or not is_call(one, one.target) or one.kwargs != other.kwargs:
+        return False
+    if one.target is getattr or (one.op == "call_method" and dtype_of(one.args[0]) is None):
+        return False  # it reads an object, which may have changed in between
+    return _are_written_alike(one.args, other.args)
+
+
+def _are_written_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_are_written_alike, one, other))
+    if isinstance(one, slice) and isinstance(other, slice):
+        return _are_written_alike((one.start, one.stop, one.step), (other.start, other.stop, other.step))
+    return _is_written_alike(one, other)
+
+
+# ---- Both -----------------------------------------------------------------------------------------------------------
+
+
+def _belong_together(one: _Turn, other: _Turn) -> bool:
+    alike = _is_written_alike(one.cos, other.cos) and _is_written_alike(one.sin, other.sin)
+    return alike and (one.heads, one.interleaved) == (other.heads, other.interleaved)
+
+
+def _replace(graph: Graph, first: _Turn, second: _Turn) -> bool:
+    """Whether both could be put together: what comes of the first may be needed before the second is there."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    if any(order[user] < order[second.result] for user in first.result.users):
+        return False
+    if shape_of(first.x)[-1] != shape_of(second.x)[-1] or dtype_of(first.x) != dtype_of(second.x):
+        return False
+    with graph.inserting_before(second.result):
+        options: Any = {"heads": first.heads, "interleaved": first.interleaved}
+        both = graph.call_function(rotary, (first.x, second.x, first.cos, first.sin), options)
+        for place, turn in enumerate((first, second)):
             part = graph.call_function(operator.getitem, (both, place))
-            part.meta.update(node.meta)
-            node.replace_all_uses_with(part)
-    for node, _ in (first, second):
-        graph.erase_node(node)
+            part.meta.update(turn.result.meta)
+            turn.result.replace_all_uses_with(part)
+    for turn in (first, second):
+        graph.erase_node(turn.result)
+    return True

@@ -39,6 +39,22 @@ def matrix_of(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[S
     return (groups // merged - 1) * padded + product_columns, positions * merged * group_in
 
 
+def output_sizes(
+    sizes: Sequence[Size],
+    kernel: Sequence[Size],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[Size]:
+    """Of the spatial dimensions. `padding`: before and after each."""
+    return [
+        (size + before + after - step * (taps - 1) - 1) // stride_of + 1
+        for size, taps, stride_of, before, after, step in zip(
+            sizes, kernel, stride, padding[::2], padding[1::2], dilation, strict=True
+        )
+    ]
+
+
 @fake_of("conv_pack")
 def _conv_pack(weight: Tensor, groups: int = 1, *, dtype: torch.dtype) -> Tensor:
     return packed_bytes(weight, *matrix_of("conv_pack", "weight", weight.shape, groups), dtype, gated=False)
@@ -79,12 +95,7 @@ def _conv(
             f"xopt::conv: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for this"
             f" weight, got shape {list(input.shape)}"
         )
-    spatial = [
-        (size + before + after - step * (kernel - 1) - 1) // stride_of + 1
-        for size, kernel, stride_of, before, after, step in zip(
-            input.shape[2:], weight_size[2:], stride, padding[::2], padding[1::2], dilation, strict=True
-        )
-    ]
+    spatial = output_sizes(input.shape[2:], weight_size[2:], stride, padding, dilation)
     memory = input.new_empty((input.shape[0], *spatial, weight_size[0]), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
 
@@ -102,15 +113,10 @@ def _conv_work(
     groups: int = 1,
     **options: object,
 ) -> Work:
-    out = [
-        (size + before + after - step * (kernel - 1) - 1) // stride_of + 1
-        for size, kernel, stride_of, before, after, step in zip(
-            input[2:], weight_size[2:], stride, padding[::2], padding[1::2], dilation, strict=True
-        )
-    ]
+    out = output_sizes(input[2:], weight_size[2:], stride, padding, dilation)
     size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[0]}"
     depthwise = weight_size[1] == 1 and weight_size[0] == input[1]
-    flop = 2 * input[0] * math.prod(out) * math.prod(weight_size)
+    flop = int(2 * input[0] * math.prod(out) * math.prod(weight_size))
     columns, terms = matrix_of("conv", "weight_size", weight_size, groups)
     itemsizes = fitting_itemsizes(packed, int(columns), int(terms))
     return Work(size, flop, kernel="conv_depthwise" if depthwise else "", itemsizes=itemsizes)

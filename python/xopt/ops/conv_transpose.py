@@ -11,18 +11,12 @@ import torch
 from xopt.ops.conv import matrix_of
 from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
-from xopt.ops.linear import check_packed, packed_bytes
+from xopt.ops.linear import check_packed, layout_bytes
 
 
 def _bytes(
-    op: str,
-    like: Tensor,
-    sizes: Sequence[int],
-    groups: int,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    dtype: torch.dtype,
-) -> int:
+    op: str, sizes: Sequence[int], groups: int, stride: Sequence[int], dilation: Sequence[int], itemsize: int
+) -> Size:
     """Of all phases: csrc/ops/conv_phases.h."""
     if groups < 1 or sizes[0] % groups != 0:
         raise RuntimeError(f"xopt::{op}: groups: expected a divisor of the {sizes[0]} input channels, got {groups}")
@@ -30,18 +24,35 @@ def _bytes(
     for kernel, step, spread in zip(sizes[2:], stride, dilation, strict=True):
         apart = step // math.gcd(step, spread)
         along.append([(kernel - 1 - first) // apart + 1 for first in range(min(kernel, apart))])
-    total = 0
+    total: Size = 0
     for taps in itertools.product(*along):
         matrix = matrix_of(op, "weight", (sizes[1] * groups, sizes[0] // groups, *taps), groups)
-        total += packed_bytes(like, *matrix, dtype, gated=False).numel()
+        total += layout_bytes(*matrix, itemsize, gated=False)
     return total
+
+
+def output_sizes(
+    sizes: Sequence[Size],
+    kernel: Sequence[Size],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[Size]:
+    """Of the spatial dimensions."""
+    return [
+        (size - 1) * step - 2 * before + spread * (taps - 1) + extra + 1
+        for size, taps, step, before, extra, spread in zip(
+            sizes, kernel, stride, padding, output_padding, dilation, strict=True
+        )
+    ]
 
 
 @fake_of("conv_transpose_pack")
 def _conv_transpose_pack(
     weight: Tensor, groups: int = 1, *, stride: Sequence[int], dilation: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    total = _bytes("conv_transpose_pack", weight, weight.shape, groups, stride, dilation, dtype)
+    total = _bytes("conv_transpose_pack", weight.shape, groups, stride, dilation, dtype.itemsize)
     return weight.new_empty((total,), dtype=torch.uint8)
 
 
@@ -87,12 +98,7 @@ def _conv_transpose(
             f"xopt::conv_transpose: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for"
             f" this weight, got shape {list(input.shape)}"
         )
-    spatial = [
-        (size - 1) * step - 2 * before + spread * (kernel - 1) + extra + 1
-        for size, kernel, step, before, extra, spread in zip(
-            input.shape[2:], weight_size[2:], stride, padding, output_padding, dilation, strict=True
-        )
-    ]
+    spatial = output_sizes(input.shape[2:], weight_size[2:], stride, padding, output_padding, dilation)
     memory = input.new_empty((input.shape[0], *spatial, weight_size[1] * groups), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
 
@@ -105,8 +111,14 @@ def _conv_transpose_work(
     bias: Shape | None = None,
     *,
     stride: Sequence[int],
+    dilation: Sequence[int],
     groups: int = 1,
     **options: object,
 ) -> Work:
+    fitting = [
+        itemsize
+        for itemsize in (torch.float32.itemsize, torch.bfloat16.itemsize)
+        if _bytes("conv_transpose", weight_size, groups, stride, dilation, itemsize) == packed[0]
+    ]
     size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[1] * groups}"
-    return Work(size, 2 * input[0] * math.prod(input[2:]) * math.prod(weight_size))
+    return Work(size, 2 * input[0] * math.prod(input[2:]) * math.prod(weight_size), itemsizes=tuple(fitting))

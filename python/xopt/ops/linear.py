@@ -31,10 +31,10 @@ def _ceil_div(value: Size, divisor: int) -> Size:
 
 
 def packed_bytes(like: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype, gated: bool) -> Tensor:
-    return like.new_empty((_layout_bytes(out_features, in_features, dtype.itemsize, gated),), dtype=torch.uint8)
+    return like.new_empty((layout_bytes(out_features, in_features, dtype.itemsize, gated),), dtype=torch.uint8)
 
 
-def _layout_bytes(out_features: Size, in_features: Size, itemsize: int, gated: bool) -> Size:
+def layout_bytes(out_features: Size, in_features: Size, itemsize: int, gated: bool) -> Size:
     """The size of csrc/kernels/packed.h's layout."""
     panels = _ceil_div(out_features, 16 if gated else 32)
     panel_bytes = _ceil_div(in_features * itemsize, 64) * 2 * _TILE_BYTES
@@ -46,7 +46,7 @@ def _layout_bytes(out_features: Size, in_features: Size, itemsize: int, gated: b
 def fitting_itemsizes(packed: Shape, out_features: int, in_features: int, gated: bool = False) -> tuple[int, ...]:
     """Of which size a packed weight's elements can be; none: it is a part of a larger one."""
     sizes = (torch.float32.itemsize, torch.bfloat16.itemsize, torch.int8.itemsize)
-    return tuple(size for size in sizes if _layout_bytes(out_features, in_features, size, gated) == packed[0])
+    return tuple(size for size in sizes if layout_bytes(out_features, in_features, size, gated) == packed[0])
 
 
 def _matrix_sizes(op: str, name: str, weight: Tensor) -> tuple[Size, Size]:

@@ -8,6 +8,9 @@ import torch
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
+from xopt.ops.linear import fitting_itemsizes
+
+_BLOCK = 32  # units whose gates' sums lie together in a packed weight
 
 
 @fake_of("recurrent")
@@ -63,4 +66,6 @@ def _recurrent_work(
         features = input[-1] if layer == 0 else directions * outputs
         terms += directions * (gates * hidden_size * (features + outputs) + hidden_size * proj_size)
     size = f"{joined(input)} to {directions * outputs}, {num_layers} layers"
-    return Work(size, 2 * math.prod(input[:-1]) * terms)
+    sums = -(-hidden_size // _BLOCK) * _BLOCK * gates
+    itemsizes = fitting_itemsizes(weights[0], sums, input[-1])
+    return Work(size, 2 * math.prod(input[:-1]) * terms, itemsizes=itemsizes)

@@ -14,10 +14,9 @@ from xopt.profiling.category import (
     FALLBACK,
     OVERHEAD,
     TAKEN_BY_XOPT,
-    device_category,
     find_operator,
 )
-from xopt.profiling.events import DeviceKernel, Events, Op, TensorArgument, dtype_name
+from xopt.profiling.events import Events, Op, TensorArgument, dtype_name
 from xopt.profiling.result import Category, Kernel, Module, Profile
 from xopt.profiling.timeline import Piece, clipped, covered, deal_out
 from xopt.profiling.work import Work, bound_arguments, tensors_in, work_of
@@ -74,7 +73,6 @@ def analyse(recording: Recording, profile: Profile, roofs: Roofs | None) -> None
     profile.kernel_seconds = covered(busy) / 1e9
     _add_modules(profile, calls, shares, recording.module_kinds)
     profile.timeline = _timeline(inside, events.steps, names)
-    profile.devices = _device_rows(events.device)
 
 
 def _refine(call: Call, recording: Recording) -> None:
@@ -106,7 +104,8 @@ def _add_kernels(
     for call in calls:
         work = None
         if call.op is not None:
-            key = call.op.name, call.op.overload, call.category, repr(call.op.arguments), tuple(call.names)
+            called_with = repr(call.op.arguments), tuple(call.names), call.instance
+            key = call.op.name, call.op.overload, call.category, *called_with
             work = works.get(key) or works.setdefault(key, work_of(call))
         names[id(call)] = work.name if work else call.name
         module = None if call.module is None else re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", call.module)
@@ -139,30 +138,36 @@ def _kernel(name: str, category: str, module: str | None, group: _Group, roofs: 
         dtype=work.dtype if work else "",
         operator=op.name if op else "",
         overload=op.overload if op else "",
-        arguments=_named_arguments(op, group.calls[0].names) if op else {},
+        arguments=named_arguments(op, group.calls[0].names) if op else {},
     )
     regions = [region for call in group.calls for region in call.regions]
     spent = sum((region.end - region.start) * region.threads for region in regions)
     if spent:
         kernel.thread_efficiency = min(1.0, sum(region.busy for region in regions) / spent)
-    if roofs is not None and category not in (OVERHEAD, ALLOCATION) and kernel.bytes and kernel.own_seconds:
-        computing = kernel.flop / peak_of(roofs, kernel.dtype)
-        moving = kernel.bytes / roofs.read
-        kernel.share_of_roof = max(computing, moving) / kernel.seconds_per_call
-        kernel.bound = "compute" if computing > moving else "memory"
-        if max(computing, moving) < SMALL_SECONDS and kernel.share_of_roof < 0.5:
-            kernel.bound = "overhead"
+    if roofs is not None and category not in (OVERHEAD, ALLOCATION):
+        compare(kernel, roofs)
     return kernel
 
 
+def compare(kernel: Kernel, roofs: Roofs) -> None:
+    """Says what of the roofs a kernel reaches, and what bounds it."""
+    if not kernel.bytes or not kernel.own_seconds:
+        return
+    computing = kernel.flop / peak_of(roofs, kernel.dtype)
+    moving = kernel.bytes / roofs.read
+    kernel.share_of_roof = max(computing, moving) / kernel.seconds_per_call
+    kernel.bound = "compute" if computing > moving else "memory"
+    if max(computing, moving) < SMALL_SECONDS and kernel.share_of_roof < 0.5:
+        kernel.bound = "overhead"
+
+
 def peak_of(roofs: Roofs, dtype: str) -> float:
-    """Operations a second. fp16 is computed in fp32 on most levels, and so is what has no roof of its own."""
-    if dtype in ("s8", "u8"):
-        return roofs.peak("int8")
-    return roofs.peak("bf16" if dtype == "bf16" else "f32")
+    """Operations a second. What has no roof of its own is computed in fp32, as fp16 is on most levels of CPUs."""
+    kind = "int8" if dtype in ("s8", "u8") else dtype
+    return roofs.peak(kind if kind in roofs.by_kind else "f32")
 
 
-def _named_arguments(op: Op, names: list[str]) -> dict[str, Any]:
+def named_arguments(op: Op, names: list[str]) -> dict[str, Any]:
     bound, operator = bound_arguments(op, tuple(names), lambda tensor: tensor), find_operator(op.name, op.overload)
     if bound is None:
         return {}
@@ -183,7 +188,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-# ---- Modules, timeline, devices --------------------------------------------------------------------------------------
+# ---- Modules, timeline -----------------------------------------------------------------------------------------------
 
 
 def _add_modules(profile: Profile, calls: list[Call], shares: dict[int, float], kinds: dict[str, str]) -> None:
@@ -208,20 +213,3 @@ def _timeline(
         name = names.get(id(piece.owner), piece.owner.name)
         rows.append([step, round(start, 3), round(duration, 3), piece.thread, name, piece.owner.category])
     return rows
-
-
-def _device_rows(kernels: list[DeviceKernel]) -> list[dict[str, Any]]:
-    """By device, category and name, with the time in which the device was busy at all."""
-    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for kernel in kernels:
-        category = device_category(kernel.name, kernel.op)
-        key = kernel.device, category, kernel.name
-        row = rows.setdefault(
-            key, {"device": kernel.device, "category": category, "name": kernel.name, "calls": 0, "seconds": 0.0}
-        )
-        row["calls"] += 1
-        row["seconds"] += (kernel.end - kernel.start) / 1e9
-    for device in {kernel.device for kernel in kernels}:
-        busy = covered((kernel.start, kernel.end) for kernel in kernels if kernel.device == device) / 1e9
-        rows[device, "busy", ""] = {"device": device, "category": "busy", "name": "", "calls": 0, "seconds": busy}
-    return sorted(rows.values(), key=lambda row: -row["seconds"])

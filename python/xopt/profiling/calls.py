@@ -1,7 +1,8 @@
 """From operators to kernels: which calls did the work, and which pieces of time are theirs.
 
 An operator that does work owns what it calls, but for copies and allocations, which are calls of their own. One that
-only calls others, or makes a view, is framework overhead, as is the time between operators.
+only calls others, or makes a view, is framework overhead, as is the time between operators and what it takes to launch
+kernels of other devices.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Call:
     names: list[str] = field(default_factory=list)
     """String arguments, in the order of the schema, where the native side has told them."""
     regions: list[Region] = field(default_factory=list)
+    instance: str = ""
+    """That ran, where it was not the heuristics' own choice: "avx512, 4 panels"."""
     absorbs: bool = True
     """Whether what its operator calls is part of it."""
 
@@ -76,11 +79,12 @@ class _Cutter:
             self.pieces.append(Piece(reached, op.end, op.thread, call))
 
     def _call_of(self, op: Op, around: Call | None) -> Call:
-        category = category_of(op.name, op.overload)
+        category = OVERHEAD if op.launches else category_of(op.name, op.overload)
         within = around if around is not None and around.category != OVERHEAD and around.absorbs else None
         if within is not None and (category not in NESTED_APART or within.category == category):
             return within
-        if is_compiled_graph(op.name) and not any(is_compiled_kernel(inner.name) for inner in op.walk()):
+        of_cpu = is_compiled_graph(op.name) and not op.launches
+        if of_cpu and not any(is_compiled_kernel(inner.name) for inner in op.walk()):
             return self._add(Call(COMPILED_LOOPS, POINTWISE, op.module, op, absorbs=False))
         if category == OVERHEAD:
             key = op.name, op.module
@@ -113,7 +117,9 @@ def add_trace(calls: Iterable[Call], entries: Iterable[tuple[int, int, int, int,
             places[caller] = place
         if place == len(of_thread) or of_thread[place].op is None or _start(of_thread[place]) > middle:
             continue
-        if threads:
+        if threads < 0:
+            of_thread[place].instance = name
+        elif threads:
             of_thread[place].regions.append(Region(start, end, busy, threads))
         else:
             of_thread[place].names.append(name)

@@ -76,7 +76,15 @@ _RULES = tuple(
 )
 _FUSED_NORM = re.compile(r"(layer|group|batch|rms)_norm|var_mean|rsqrt")
 _FUSED_REDUCTION = re.compile(r"softmax|sum|mean|amax|argmax|pool")
-_TRITON = (("triton_per", "persistent reduction"), ("triton_red", REDUCTION), ("triton_poi", POINTWISE))
+PERSISTENT_REDUCTION = "persistent reduction"
+"""Of a GPU: a reduction that keeps all it reduces in registers."""
+_TRITON = (
+    ("triton_per", PERSISTENT_REDUCTION),
+    ("triton_red", REDUCTION),
+    ("triton_split_scan", REDUCTION),
+    ("triton_poi", POINTWISE),
+    ("triton_for", POINTWISE),
+)
 
 
 @functools.cache
@@ -111,14 +119,14 @@ def device_category(name: str, op: str) -> str:
         if name.startswith(prefix):
             return category
     lowered = name.lower()
-    if "memcpy" in lowered or "memset" in lowered:
+    if re.search(r"memcpy|memset|nchwtonhwc|nhwctonchw", lowered):
         return REORDER
     if re.search(r"fmha|flash|attention", lowered):
         return ATTENTION
     if re.search(r"conv|dgrad|wgrad|fprop|implicit_gemm", lowered):
         return CONV
-    if re.search(r"gemm|cutlass|cublas|nvjet|gemv|_mm_|splitk", lowered):
-        return GEMM
+    if re.search(r"gemm|cutlass|cublas|nvjet|gemv|_mm_|splitk|^triton_(tem|mm)", lowered):
+        return CONV if "convolution" in op else GEMM
     if op:
         found = category_of(op, "")
         if found not in (OVERHEAD, ALLOCATION):

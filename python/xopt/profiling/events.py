@@ -28,6 +28,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def is_operator(name: str) -> bool:
+    """Whether it is the name of an operator, and not of a region that somebody has marked."""
+    return "::" in name
+
+
 def dtype_of_name(name: str) -> torch.dtype:
     found = DTYPES.get(name) or getattr(torch, name)
     assert isinstance(found, torch.dtype)
@@ -67,6 +72,10 @@ class Op:
     children: list[Op] = field(default_factory=list)
     module: str | None = None
     """The path of the module whose forward called it; None: none did."""
+    launches: bool = False
+    """Whether it, or what it calls, launched a kernel of another device."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What was recorded beside arguments: TorchInductor says of a kernel of Triton's where its source stands."""
 
     def walk(self) -> Iterator[Op]:
         """It and all that it calls."""
@@ -84,8 +93,8 @@ class DeviceKernel:
     end: int
     device: str
     stream: int
-    op: str
-    """The operator that launched it; "" where it is not known."""
+    op: Op | None = None
+    """The operator, or the region of a compiled kernel, that launched it; None: not known."""
 
 
 @dataclass
@@ -99,18 +108,35 @@ class Events:
 
 def read_events(results: Any) -> Events:
     """Of torch's `profile.profiler.kineto_results`."""
-    flat = {event.correlation_id(): event for event in results.events() if str(event.device_type()).endswith("CPU")}
+    # Calls of a device's runtime are events of the CPU as well, with numbers of their own that are operators' too; what
+    # tells them apart is that they are linked to operators.
+    flat = {
+        event.correlation_id(): event
+        for event in results.events()
+        if str(event.device_type()).endswith("CPU") and event.linked_correlation_id() == 0
+    }
     reader = _Reader(flat)
     roots: list[Op] = []
     for event in results.experimental_event_tree():
         roots += reader.read(event, None)
-    return Events(roots, reader.steps, reader.main_thread, _device_kernels(results))
+    device = _device_kernels(results, reader.by_number)
+    launching = {id(kernel.op) for kernel in device}
+    for root in roots:
+        _mark_launches(root, launching)
+    return Events(roots, reader.steps, reader.main_thread, device)
+
+
+def _mark_launches(op: Op, launching: set[int]) -> bool:
+    inside = [_mark_launches(child, launching) for child in op.children]
+    op.launches = id(op) in launching or any(inside)
+    return op.launches
 
 
 class _Reader:
     def __init__(self, flat: dict[int, Any]) -> None:
         self.steps: list[tuple[int, int]] = []
         self.main_thread = 0
+        self.by_number: dict[int, Op] = {}
         self._flat = flat
 
     def read(self, event: Any, module: str | None) -> list[Op]:
@@ -130,6 +156,9 @@ class _Reader:
             return [op for child in event.children for op in self.read(child, module)]
         op = Op(name, event.overload_name, event.start_time_ns, event.end_time_ns, thread, module=module)
         op.arguments = _arguments(event.extra_fields.inputs, flat)
+        if flat is not None and not is_operator(name):
+            op.notes = dict(flat.kwinputs())
+        self.by_number[event.correlation_id] = op
         for child in event.children:
             op.children += self.read(child, module)
         return [op]
@@ -158,14 +187,12 @@ def _tensor(value: Any) -> Any:
     )
 
 
-def _device_kernels(results: Any) -> list[DeviceKernel]:
+def _device_kernels(results: Any, launchers: dict[int, Op]) -> list[DeviceKernel]:
     found = []
-    names = {event.correlation_id(): event.name() for event in results.events() if event.correlation_id() > 0}
     for event in results.events():
         device = str(event.device_type()).rpartition(".")[2].lower()
         if device == "cpu" or event.duration_ns() <= 0 or event.is_user_annotation():
             continue
-        launcher = names.get(event.linked_correlation_id(), "")
         found.append(
             DeviceKernel(
                 event.name(),
@@ -173,7 +200,7 @@ def _device_kernels(results: Any) -> list[DeviceKernel]:
                 event.end_ns(),
                 f"{device}:{event.device_index()}",
                 event.device_resource_id(),
-                launcher,
+                launchers.get(event.linked_correlation_id()),
             )
         )
     return found

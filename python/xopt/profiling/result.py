@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+LAUNCHED_BY = " < "  # in the name of a device's kernel, before the operator that launched it
 
 
 @dataclass
@@ -75,6 +76,25 @@ class Module:
 
 
 @dataclass
+class Device:
+    """A GPU, or what else torch runs kernels on beside the CPU."""
+
+    name: str
+    busy_seconds: float = 0.0
+    """Of all steps: when at least one kernel ran."""
+    categories: dict[str, Category] = field(default_factory=dict)
+    kernels: list[Kernel] = field(default_factory=list)
+    """By time."""
+    roofs: dict[str, float] = field(default_factory=dict)
+    """Operations a second by dtype, and bytes a second for "copy"; empty where they were not measured."""
+
+    @property
+    def kernel_seconds(self) -> float:
+        """Of all kernels, those that ran at the same time each."""
+        return sum(kernel.seconds for kernel in self.kernels)
+
+
+@dataclass
 class Memory:
     """Of one step."""
 
@@ -100,8 +120,8 @@ class Profile:
     categories: dict[str, Category] = field(default_factory=dict)
     kernels: list[Kernel] = field(default_factory=list)
     """By time."""
-    devices: list[dict[str, Any]] = field(default_factory=list)
-    """Kernels of other devices than the CPU, by device and category."""
+    devices: dict[str, Device] = field(default_factory=dict)
+    """Other devices than the CPU, by torch's names: "cuda:0"."""
     modules: dict[str, Module] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
     threads: int = 0
@@ -124,11 +144,18 @@ class Profile:
     @property
     def busy_share(self) -> float | None:
         """The time in kernels over the wall time measured without the profiler, where that was; else with it."""
+        return self._share_of_step(self.kernel_seconds)
+
+    def device_busy_share(self, device: str) -> float | None:
+        """The same of another device."""
+        return self._share_of_step(self.devices[device].busy_seconds)
+
+    def _share_of_step(self, seconds: float) -> float | None:
         if not self.steps:
             return None
         plain = self.plain_step_seconds
         step = sorted(plain)[len(plain) // 2] if plain else self.wall_seconds / self.steps
-        return min(1.0, self.kernel_seconds / self.steps / step)
+        return min(1.0, seconds / self.steps / step)
 
     @property
     def overhead(self) -> float | None:
@@ -174,6 +201,7 @@ class Profile:
         content["kernels"] = [Kernel(**value) for value in content["kernels"]]
         content["modules"] = {path: Module(**value) for path, value in content["modules"].items()}
         content["memory"] = Memory(**content["memory"])
+        content["devices"] = {name: _device(value) for name, value in content["devices"].items()}
         return cls(**content)
 
     def to_html(self, path: str | Path) -> None:
@@ -187,3 +215,9 @@ class Profile:
         from xopt.profiling.chrome import trace_of
 
         Path(path).write_text(json.dumps(trace_of(self)), encoding="utf-8")
+
+
+def _device(content: dict[str, Any]) -> Device:
+    content["categories"] = {name: Category(**value) for name, value in content["categories"].items()}
+    content["kernels"] = [Kernel(**value) for value in content["kernels"]]
+    return Device(**content)

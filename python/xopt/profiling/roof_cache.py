@@ -1,4 +1,4 @@
-"""The machine's roofs, measured once and kept in the user's cache, one file for each CPU and number of threads."""
+"""Roofs, measured once and kept in the user's cache: one file for each CPU and number of threads, or other device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,8 +22,7 @@ _COPY_ROUNDS = 5
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "xopt" / "roofs"
+    return xopt.config.cache_folder() / "roofs"
 
 
 def identity(threads: int) -> dict[str, object]:
@@ -39,14 +39,26 @@ def identity(threads: int) -> dict[str, object]:
 
 
 def roofs_of_machine(threads: int, *, remeasure: bool = False) -> Roofs:
-    """From the cache, or measured now and put there. Where the cache cannot be written, they are measured each time."""
-    key = identity(threads)
+    """From the cache, or measured now and put there."""
+
+    def measure() -> Roofs:
+        roofs = higher_of(measure_roofs(threads), measure_roofs(threads))
+        roofs.by_kind[COPY] = Roof(_copied_per_second(threads), "copy_")
+        return roofs
+
+    return cached_roofs(identity(threads), measure, {*KINDS, COPY}, remeasure=remeasure)
+
+
+def cached_roofs(
+    key: dict[str, object], measure: Callable[[], Roofs], kinds: set[str], *, remeasure: bool = False
+) -> Roofs:
+    """What is kept under `key`, if it has all `kinds`, or is measured now. Where the cache cannot be written, roofs are
+    measured each time."""
     path = cache_folder() / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
-    known = None if remeasure else _read(path, key)
+    known = None if remeasure else _read(path, key, kinds)
     if known is not None:
         return known
-    roofs = higher_of(measure_roofs(threads), measure_roofs(threads))
-    roofs.by_kind[COPY] = Roof(_copied_per_second(threads), "copy_")
+    roofs = measure()
     _write(path, {"identity": key, "roofs": {kind: asdict(roof) for kind, roof in roofs.by_kind.items()}})
     return roofs
 
@@ -68,15 +80,15 @@ def _copied_per_second(threads: int) -> float:
     return 2 * _COPY_BYTES / min(seconds)
 
 
-def _read(path: Path, key: dict[str, object]) -> Roofs | None:
+def _read(path: Path, key: dict[str, object], kinds: set[str]) -> Roofs | None:
     try:
         content = json.loads(path.read_text())
-        kinds = {kind: Roof(**roof) for kind, roof in content["roofs"].items()}
+        found = {kind: Roof(**roof) for kind, roof in content["roofs"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if content.get("identity") != key or not {*KINDS, COPY} <= kinds.keys():
+    if content.get("identity") != key or not kinds <= found.keys():
         return None
-    return Roofs(int(str(key["threads"])), kinds)
+    return Roofs(int(str(key.get("threads", 0))), found)
 
 
 def _write(path: Path, content: object) -> None:

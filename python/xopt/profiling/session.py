@@ -18,6 +18,8 @@ from torch.profiler import ProfilerActivity
 import xopt
 from xopt import _C
 from xopt.profiling.analysis import Recording, analyse
+from xopt.profiling.device_roofs import name_of_device, roofs_of_device
+from xopt.profiling.devices import compare_with_roofs, devices_of
 from xopt.profiling.events import read_events
 from xopt.profiling.findings import findings_of
 from xopt.profiling.module_marks import STEP, ModuleMarks, mark
@@ -192,10 +194,21 @@ class Session(AbstractContextManager[Profile]):
             taken.roofs = {kind: roof.per_second for kind, roof in roofs.by_kind.items()}
         if not taken.title:
             taken.title = self._marks.title()
-        analyse(self._recording(), taken, roofs)
+        recording = self._recording()
+        analyse(recording, taken, roofs)
+        self._add_devices(recording)
         if _C.trace_dropped():
             taken.notes.append(f"{_C.trace_dropped()} notes of xopt's kernels were lost: profile fewer steps.")
         taken.findings = findings_of(taken)
+
+    def _add_devices(self, recording: Recording) -> None:
+        self.profile.devices = devices_of(recording.events.device, recording.events.roots)
+        for name, device in self.profile.devices.items():
+            device.name = name_of_device(name)
+            if self._wants_roofs:
+                roofs = roofs_of_device(name)
+                device.roofs = {kind: roof.per_second for kind, roof in roofs.by_kind.items() if kind != "read"}
+                compare_with_roofs(device, roofs)
 
     def _recording(self) -> Recording:
         modules = self._marks.modules()
@@ -207,7 +220,7 @@ class Session(AbstractContextManager[Profile]):
         weights.pop(0, None)
         kinds = {path: type(module).__name__ for path, module in modules}
         events = read_events(self._kineto.profiler.kineto_results)
-        return Recording(events, _C.trace_entries(), kinds, weights, any(map(_is_optimized, self._marks.roots())))
+        return Recording(events, _C.trace_entries(), kinds, weights, any(map(xopt.is_optimized, self._marks.roots())))
 
 
 def _supported_activities() -> set[ProfilerActivity]:
@@ -232,11 +245,3 @@ def _address(parameter: torch.Tensor) -> int:
         return int(held.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
         return 0
-
-
-def _is_optimized(module: nn.Module) -> bool:
-    try:
-        xopt.report(module)
-    except ValueError:
-        return False
-    return True

@@ -6,12 +6,13 @@ import io
 from typing import TYPE_CHECKING
 
 from xopt.profiling.category import CATEGORIES
-from xopt.profiling.result import Kernel, Profile
+from xopt.profiling.result import LAUNCHED_BY, Device, Kernel, Profile
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_ROWS = 30
+_MOST_LETTERS = 70
 WIDTH = 180
 
 
@@ -26,9 +27,12 @@ def text_of(profile: Profile) -> str:
     for line in headline(profile):
         console.print(line)
     console.print(_category_table(profile))
-    console.print(_kernel_table(profile))
-    if profile.devices:
-        console.print(_device_table(profile))
+    console.print(_kernel_table("Kernels by time, a step", profile.kernels, profile.steps))
+    for name, device in profile.devices.items():
+        for line in _device_headline(profile, name, device):
+            console.print(line)
+        console.print(_device_table(profile, name, device))
+        console.print(_kernel_table(f"Kernels of {name}, a step", device.kernels, profile.steps, of_device=True))
     for finding in [*profile.findings, *profile.notes]:
         console.print(f"- {finding}")
     return text.getvalue()
@@ -86,23 +90,30 @@ def _category_table(profile: Profile) -> Table:
     return table
 
 
-def _kernel_table(profile: Profile) -> Table:
+def _kernel_table(title: str, kernels: list[Kernel], steps: int, *, of_device: bool = False) -> Table:
     from rich.table import Table
 
-    table = Table(title="Kernels by time, a step", title_justify="left")
+    table = Table(title=title, title_justify="left")
     headers = ("time", "share", "calls", "each", "TFLOP/s", "GB/s", "flop/byte", "of roof", "bound", "threads")
     table.add_column("kernel", overflow="fold", max_width=56)
     table.add_column("module", overflow="fold", max_width=36)
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
-    total = sum(kernel.seconds for kernel in profile.kernels) or 1.0
-    for kernel in profile.kernels[:MOST_ROWS]:
-        table.add_row(kernel.name, kernel.module or "", *_cells(kernel, profile.steps, total))
-    left = profile.kernels[MOST_ROWS:]
+    total = sum(kernel.seconds for kernel in kernels) or 1.0
+    for kernel in kernels[:MOST_ROWS]:
+        name = shortened(kernel.name) if of_device else kernel.name
+        table.add_row(name, kernel.module or "", *_cells(kernel, steps, total))
+    left = kernels[MOST_ROWS:]
     if left:
         seconds = sum(kernel.seconds for kernel in left)
-        table.add_row(f"{len(left)} more", "", duration(seconds / profile.steps), f"{seconds / total:.1%}")
+        table.add_row(f"{len(left)} more", "", duration(seconds / steps), f"{seconds / total:.1%}")
     return table
+
+
+def shortened(name: str) -> str:
+    """A device's kernel: names of C++ templates go on for lines; what launched it, behind them, is kept."""
+    kernel, mark, launcher = name.partition(LAUNCHED_BY)
+    return (kernel if len(kernel) <= _MOST_LETTERS else kernel[: _MOST_LETTERS - 3] + "...") + mark + launcher
 
 
 def _cells(kernel: Kernel, steps: int, total: float) -> list[str]:
@@ -122,16 +133,25 @@ def _cells(kernel: Kernel, steps: int, total: float) -> list[str]:
     ]
 
 
-def _device_table(profile: Profile) -> Table:
+def _device_headline(profile: Profile, name: str, device: Device) -> list[str]:
+    busy = profile.device_busy_share(name) or 0.0
+    line = f"{name} ({device.name}): busy {busy:.0%} of a step"
+    if not device.roofs:
+        return [line]
+    roofs = [f"{kind} {rate / 1e12:.3g} TFLOP/s" for kind, rate in device.roofs.items() if kind != "copy"]
+    return [line, f"measured roofs: {', '.join(roofs)}, copying {device.roofs['copy'] / 1e9:.0f} GB/s"]
+
+
+def _device_table(profile: Profile, name: str, device: Device) -> Table:
     from rich.table import Table
 
-    table = Table(title="Other devices", title_justify="left")
-    for header in ("device", "category", "kernel", "calls", "time a step", "of the wall time"):
-        table.add_column(header, overflow="fold")
-    for row in profile.devices[:MOST_ROWS]:
-        share = row["seconds"] / profile.wall_seconds
-        time = duration(row["seconds"] / profile.steps)
-        table.add_row(row["device"], row["category"], row["name"][:80], str(row["calls"]), time, f"{share:.1%}")
+    table = Table(title=f"Categories of {name}, a step", title_justify="left")
+    for header in ("category", "time", "share", "calls"):
+        table.add_column(header, justify="left" if header == "category" else "right")
+    total = device.kernel_seconds or 1.0
+    for category, found in sorted(device.categories.items(), key=lambda item: -item[1].seconds):
+        seconds, calls = duration(found.seconds / profile.steps), f"{found.calls / profile.steps:.4g}"
+        table.add_row(category, seconds, f"{found.seconds / total:.1%}", calls)
     return table
 
 

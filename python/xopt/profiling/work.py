@@ -108,7 +108,7 @@ def _our_name(call: Call, op: Op, dtype: str) -> tuple[str, str, int]:
         if work.itemsizes and dtype_of_name(dtype).itemsize not in work.itemsizes:
             dtype = "bf16" if torch.bfloat16.itemsize in work.itemsizes else "f32"
         level = _level(work.kernel or cost.kernel, dtype)
-    inside = ",".join(part for part in (dtype, level) if part)
+    inside = ",".join(part for part in (dtype, call.instance or level) if part)
     return f"{short}[{inside}]{_epilogue(call, op)} {size}".strip(), dtype, flop
 
 

@@ -19,11 +19,11 @@ from typing import Protocol
 
 from xopt import _C, machine
 
-LIBRARY = Path(_C.__file__).with_name("libxopt_pool.so")
+POOL_LIBRARY = Path(_C.__file__).with_name("libxopt_pool.so")
 
 _HOW_TO_PRELOAD = (
-    f"start the process with LD_PRELOAD={LIBRARY}, or by `xopt-launch --memory-allocator pool` (a process that runs "
-    "already cannot load it any more)"
+    f"start the process with LD_PRELOAD={POOL_LIBRARY}, or by `xopt-launch --memory-allocator pool` (a process that "
+    "runs already cannot load it any more)"
 )
 
 
@@ -259,3 +259,14 @@ def memory_pool(max_bytes: int | None = None, *, preloaded: bool = False) -> Mem
         wanted = "preloaded=True" if preloaded else "max_bytes (which glibc's malloc does not keep)"
         raise RuntimeError(f"memory_pool: {wanted} needs libxopt_pool.so in this process: {_HOW_TO_PRELOAD}")
     return MemoryPool(backend, max_bytes)
+
+
+def keep_outputs(max_bytes: int) -> None:
+    """How much memory of freed outputs xopt's operators hold for the next ones, in all threads; 0 gives all of it back
+    and holds no more. Without a call it is 256 MB, or what XOPT_KEPT_OUTPUT_MB says.
+
+    With `libxopt_pool.so` preloaded, outputs are in that pool as all else is, and nothing is held here.
+    """
+    if max_bytes < 0:
+        raise ValueError(f"keep_outputs: max_bytes: expected a number of bytes, got {max_bytes}")
+    _C.set_kept_output_bytes(max_bytes)

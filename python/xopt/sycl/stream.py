@@ -57,7 +57,7 @@ class device:  # noqa: N801 - as torch.device, which can be a context as well
         key = (found.number, tile, asynchronous)
         known = _streams.__dict__.setdefault("by_key", {})
         if key not in known:
-            folder = str(config.current.cache_folder / "sycl")
+            folder = str(config.cache_folder() / "sycl")
             known[key] = loading.native().open(found.number, folder, tile, not asynchronous)
         self._stream = known[key]
 

@@ -1,0 +1,28 @@
+// What a call may do otherwise than the heuristics of its kernel would: a plain argument of GEMMs and convolutions. Zero
+// leaves a choice to the heuristics. No choice changes what is computed, but for the order in which sums are added up.
+// runtime/tuner.h finds out which choices pay.
+#pragma once
+
+#include <cstdint>
+
+namespace xopt {
+
+enum class TunedRows : int8_t { automatic, half, twice };    // row blocks of a chunk, of what the heuristics would take
+enum class TunedStay : int8_t { automatic, never, always };  // a thread's weights in L2 while its rows pass
+enum class TunedPath : int8_t { automatic, patches, raster };  // how a convolution reads its image
+
+struct Tuning {
+  int8_t level = -1;        // the record of the highest level up to this one; -1: up to the active level
+  int8_t chunk_panels = 0;  // panels whose weights stay in L2 while the rows of a chunk pass
+  TunedRows chunk_rows = TunedRows::automatic;
+  int16_t grid_rows = 0;  // into how many parts threads cut the rows; columns make up the rest
+  TunedStay weights_stay = TunedStay::automatic;
+  TunedPath path = TunedPath::automatic;
+};
+
+inline bool operator==(const Tuning& a, const Tuning& b) {
+  return a.level == b.level && a.chunk_panels == b.chunk_panels && a.chunk_rows == b.chunk_rows &&
+         a.grid_rows == b.grid_rows && a.weights_stay == b.weights_stay && a.path == b.path;
+}
+
+}  // namespace xopt

@@ -1,0 +1,143 @@
+"""Rotary embeddings found where models write them out: by halves or in pairs, of whole heads or of their beginning."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import xopt
+
+HEADS, DEPTH = 4, 16
+
+
+def turned_halves(x: Tensor) -> Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def turned_pairs(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+class Rotated(nn.Module):
+    """What of a model's attention comes before its products of query and key."""
+
+    def __init__(
+        self,
+        turned: Callable[[Tensor], Tensor] = turned_halves,
+        *,
+        columns: int = DEPTH,
+        heads_dim: int = 1,
+        in_float: bool = False,
+        apart: bool = False,
+    ) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.turned, self.columns, self.heads_dim = turned, columns, heads_dim
+        self.in_float, self.apart = in_float, apart
+
+    def angles(self, angles: Tensor) -> Tensor:
+        if self.turned is turned_pairs:  # each angle twice, side by side
+            angles = angles[..., : angles.shape[-1] // 2]
+            return torch.repeat_interleave(angles[:, :, None, :], 2, 3) if self.heads_dim == 2 else self.pairs(angles)
+        return angles.unsqueeze(self.heads_dim)
+
+    def pairs(self, angles: Tensor) -> Tensor:
+        return angles.unsqueeze(1).repeat_interleave(2, dim=-1)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        kept = x[..., self.columns :] if self.columns < DEPTH else None
+        part = x[..., : self.columns] if self.columns < DEPTH else x
+        wide = part.float() if self.in_float else part
+        result = (wide * cos) + (self.turned(wide) * sin)
+        if self.in_float:
+            result = result.to(x.dtype)
+        return result if kept is None else torch.cat([result, kept], dim=-1)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        heads = [linear(x).view(x.shape[0], x.shape[1], -1, DEPTH) for linear in (self.query, self.key)]
+        if self.heads_dim == 1:
+            heads = [each.transpose(1, 2) for each in heads]
+        shared = self.angles(cos), self.angles(sin)
+        query, key = (
+            self.rotate(each, *((self.angles(cos), self.angles(sin)) if self.apart else shared)) for each in heads
+        )
+        return query, key
+
+
+def angles_of(positions: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    steps = torch.outer(torch.arange(positions) + 3.0, 0.5 ** torch.arange(columns // 2))
+    both = torch.cat([steps, steps], dim=-1)[None]
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+def check(source: Any, *, rotary: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        optimized = xopt.optimize(nn.Sequential(source).eval(), dtype=dtype, config=xopt.Config(autocast=False))
+        inner: Any = optimized[0]
+        for batch, positions in ((2, 7), (1, 1), (3, 1), (1, 5)):
+            x = torch.randn(batch, positions, 64, generator=torch.Generator().manual_seed(positions)).to(dtype)
+            angles = angles_of(positions, source.columns, dtype)
+            with torch.no_grad():
+                exact = copy.deepcopy(source).double()(x.double(), *(each.double() for each in angles))
+                theirs = copy.deepcopy(source).to(dtype)(x, *angles)
+                results = inner(x, *angles)
+            for ours, other, right in zip(results, theirs, exact, strict=True):
+                assert ours.dtype == other.dtype
+                assert relative_error(ours, right) <= 1.1 * relative_error(other, right) + 1e-6
+        (report,) = (fusion for fusion in xopt.report(optimized).fusions if fusion.path == "0")
+        assert report.fused.count("rotary") == rotary, report
+
+
+FORMS = list(itertools.product((turned_halves, turned_pairs), (DEPTH, 6), (1, 2), (False, True)))
+
+
+@pytest.mark.parametrize(("turned", "columns", "heads_dim", "in_float"), FORMS)
+def test_each_form_is_one_step(
+    turned: Callable[[Tensor], Tensor], columns: int, heads_dim: int, in_float: bool
+) -> None:
+    torch.manual_seed(0)
+    check(Rotated(turned, columns=columns, heads_dim=heads_dim, in_float=in_float), rotary=1)
+
+
+def test_angles_that_are_broadcast_for_each_apart() -> None:
+    torch.manual_seed(0)
+    check(Rotated(turned_pairs, heads_dim=2, apart=True), rotary=1)
+
+
+class NeededBefore(Rotated):
+    """The key depends on the rotated query, so both cannot be had at once."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        shape, cos, sin = (x.shape[0], x.shape[1], -1, DEPTH), self.angles(cos), self.angles(sin)
+        query = self.rotate(self.query(x).view(shape).transpose(1, 2), cos, sin)
+        key = self.key(x).view(shape).transpose(1, 2) * query.tanh()
+        return query, self.rotate(key, cos, sin)
+
+
+class Mirrored(Rotated):
+    """It turns the other way round, which the kernel does not."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: -turned_halves(x))
+
+
+class Unordered(Rotated):
+    def __init__(self) -> None:
+        super().__init__(lambda x: torch.cat((x[..., DEPTH // 2 :], x[..., : DEPTH // 2]), dim=-1))
+
+
+@pytest.mark.parametrize("make", [NeededBefore, Mirrored, Unordered])
+def test_what_is_no_rotation_of_both_is_left(make: Callable[[], Rotated]) -> None:
+    torch.manual_seed(0)
+    check(make(), rotary=0)
