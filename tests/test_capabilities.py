@@ -150,7 +150,7 @@ def test_the_command_prints_tables(level: str | None) -> None:
         found.cpu,
         torch.__version__,
         found.allocator,
-        "not installed",
+        "matrix shapes" if xopt.sycl.available() else "not installed",
         f"chosen at {level or found.levels[-1]}",
     ):
         assert text in done.stdout
@@ -162,10 +162,10 @@ def test_the_command_prints_json() -> None:
     done = fresh_process.run("-m", "xopt", "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
-    assert set(printed) == {field.name for field in dataclasses.fields(xopt.Capabilities)} | {"kernels"}
+    assert set(printed) == {field.name for field in dataclasses.fields(xopt.Capabilities)} | {"kernels", "sycl_devices"}
     assert printed["levels"] == list(xopt.capabilities().levels)
     assert len(printed["kernels"]) == len(xopt.kernels())
-    assert printed["sycl_devices"] is None
+    assert (printed["sycl_devices"] is not None) == xopt.sycl.available()
 
 
 def test_rich_is_imported_only_for_tables() -> None:

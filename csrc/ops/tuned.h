@@ -4,6 +4,7 @@
 #include "kernels/conv.h"
 #include "kernels/gemm.h"
 #include "runtime/parallel.h"
+#include "runtime/registry.h"
 #include "runtime/tuner.h"
 
 namespace xopt::ops {
@@ -51,7 +52,8 @@ void run_as_chosen(Kernel<Fn>& kernel, Call call, const Tuning& choice) {
 
 template <class Fn, class Call>
 void run_tuned(Kernel<Fn>& kernel, const Call& call) {
-  if (!tuning_on() || call.weight.k_tiles == 0) return kernel(call);
+  // What another device runs has none of these choices.
+  if (!tuning_on() || call.weight.k_tiles == 0 || current_offload() != nullptr) return kernel(call);
   struct Context {
     Kernel<Fn>& kernel;
     const Call& call;

@@ -12,6 +12,8 @@ namespace {
 // Filled while the library is loaded, by one thread; constant ever after.
 KernelRecord* head = nullptr;
 
+thread_local Offload* offload_of_thread = nullptr;
+
 std::string missing_kernel(const char* name, const char* dtype) {
   std::map<std::string, std::string> levels_of;  // of each dtype under this name
   std::map<std::string, bool> names;
@@ -39,6 +41,14 @@ KernelRecord::KernelRecord(const char* name, const char* dtype, Isa isa, KernelF
     : name(name), dtype(dtype), isa(isa), fn(fn), calls(0), next(head) {
   head = this;
 }
+
+KernelRecord::KernelRecord(const char* name, const char* dtype, KernelFn fn, KernelRecord** list)
+    : name(name), dtype(dtype), isa(Isa::scalar), fn(fn), calls(0), next(*list) {
+  *list = this;
+}
+
+Offload* current_offload() { return offload_of_thread; }
+void set_current_offload(Offload* offload) { offload_of_thread = offload; }
 
 KernelRecord* first_kernel() { return head; }
 

@@ -16,6 +16,8 @@ using KernelFn = void (*)();
 struct KernelRecord {
   // Defined out of line: it runs at load time, on whatever CPU, and so must not be compiled for the record's level.
   KernelRecord(const char* name, const char* dtype, Isa isa, KernelFn fn);
+  // A kernel of another device, in a list of that device's own.
+  KernelRecord(const char* name, const char* dtype, KernelFn fn, KernelRecord** list);
 
   const char* name;
   const char* dtype;
@@ -32,6 +34,16 @@ KernelRecord* first_kernel();
 KernelRecord* find_kernel(const char* name, const char* dtype);
 KernelRecord* find_kernel(const char* name, const char* dtype, Isa limit);
 
+// Another device that runs kernels in place of the CPU. It is a thread's own choice, so that others are not concerned.
+class Offload {
+ public:
+  virtual KernelRecord* find(const char* name, const char* dtype) = 0;  // nullptr: the CPU's is run
+ protected:
+  ~Offload() = default;
+};
+Offload* current_offload();
+void set_current_offload(Offload* offload);  // nullptr: none
+
 // A use of a kernel: looked up at its first call and again when the cap has changed.
 template <class Fn>
 class Kernel {
@@ -43,6 +55,9 @@ class Kernel {
 
   template <class... Args>
   void operator()(Args&&... args) {
+    if (Offload* offload = current_offload()) {
+      if (KernelRecord* taken = offload->find(name_, dtype_)) return run(taken, static_cast<Args&&>(args)...);
+    }
     KernelRecord* record = record_.load(std::memory_order_acquire);
     if (record == nullptr || level_.load(std::memory_order_relaxed) != static_cast<int>(active_isa())) {
       record = find_kernel(name_, dtype_);

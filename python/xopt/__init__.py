@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 # torch comes first: the native libraries share its OpenMP runtime and are linked to none of their own.
 import torch  # noqa: F401
 
-from xopt import config, ops, runtime, tuning
+from xopt import config, ops, runtime, sycl, tuning
 from xopt._C import __version__
 from xopt.api import optimize
 from xopt.capabilities import Capabilities, KernelInfo, capabilities, kernels
@@ -39,6 +39,7 @@ __all__ = [
     "report",
     "runtime",
     "save",
+    "sycl",
     "tune",
     "tuning",
 ]

@@ -36,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
 def _show(as_json: bool) -> None:
     found, kernels = xopt.capabilities(), xopt.kernels()
     if as_json:
-        print(json.dumps({**asdict(found), "kernels": [asdict(kernel) for kernel in kernels]}, indent=2))
+        sycl, listed = _sycl_devices(), [asdict(kernel) for kernel in kernels]
+        print(json.dumps({**asdict(found), "sycl_devices": sycl, "kernels": listed}, indent=2))
         return
 
     from rich.console import Console
@@ -104,7 +105,7 @@ def _machine_facts(found: xopt.Capabilities) -> list[tuple[str, str]]:
     cgroup = found.cgroup
     cpus = "no CPU limit" if cgroup.cpus is None else f"{cgroup.cpus:g} CPUs"
     memory = "no memory limit" if cgroup.memory_bytes is None else _size(cgroup.memory_bytes)
-    sycl = found.sycl_devices
+    sycl = _sycl_devices()
     return [
         ("xopt", found.xopt_version),
         ("torch", found.torch_version),
@@ -117,6 +118,11 @@ def _machine_facts(found: xopt.Capabilities) -> list[tuple[str, str]]:
         ("cgroup", f"v{cgroup.version}: {cpus}, {memory}" if cgroup.version else "none"),
         ("SYCL", "not installed" if sycl is None else "\n".join(sycl) or "no devices"),
     ]
+
+
+def _sycl_devices() -> list[str] | None:
+    """In words; None: the SYCL part is not there. Asked for here alone, since it starts the SYCL runtime."""
+    return [str(device) for device in xopt.sycl.devices()] if xopt.sycl.available() else None
 
 
 def _fact_table(title: str, facts: Iterable[tuple[str, str]]) -> "Table":

@@ -49,8 +49,6 @@ class Capabilities:
     allocator: str
     huge_pages: str
     cgroup: machine.CgroupLimits
-    sycl_devices: tuple[str, ...] | None
-    """None: the SYCL part is not installed."""
 
 
 def capabilities() -> Capabilities:
@@ -73,7 +71,6 @@ def capabilities() -> Capabilities:
         allocator=machine.allocator(),
         huge_pages=machine.huge_pages(),
         cgroup=machine.cgroup_limits(),
-        sycl_devices=None,
     )
 
 

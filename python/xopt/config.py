@@ -8,6 +8,8 @@ from pathlib import Path
 from xopt import _C
 
 AUTOTUNE = ("off", "max")
+BACKENDS = ("cpu", "sycl")
+_CHOICES = {"autotune": AUTOTUNE, "backend": BACKENDS}  # of the settings that are no switches
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,18 @@ class Config:
     """"max": for each shape of a product or convolution that the model's forward meets, the instances and blockings of
     its kernel are tried, some seconds for a shape, and what is clearly faster is used from then on, also by later
     processes (`python -m xopt cache`)."""
+    backend: str = "cpu"
+    """What runs the kernels of a model in the CPU's memory: "cpu", or "sycl", the SYCL kernels on the CPU's own SYCL
+    device (`xopt.sycl.device("cpu")`), by which they are tested and shown. Takes the SYCL part."""
 
     def __init__(self, **switches: bool | str) -> None:
         known = {field.name: field.default for field in fields(self)}
         for name, value in switches.items():
             if name not in known:
                 raise ValueError(f"Config: unknown switch {name!r}; known switches: {', '.join(known)}")
-            if name == "autotune":
-                if value not in AUTOTUNE:
-                    raise ValueError(f"Config: autotune: expected one of {', '.join(AUTOTUNE)}, got {value!r}")
+            if name in _CHOICES:
+                if value not in _CHOICES[name]:
+                    raise ValueError(f"Config: {name}: expected one of {', '.join(_CHOICES[name])}, got {value!r}")
             elif not isinstance(value, bool):
                 raise ValueError(f"Config: {name}: expected True or False, got {value!r}")
         for name, default in known.items():

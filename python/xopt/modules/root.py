@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xopt import sycl
 from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
 from xopt.modules.containers import map_tensors
@@ -36,6 +37,7 @@ class RootForward:
         source_dtype: torch.dtype | None,
         dims: frozenset[int] = frozenset(),
         tuning: ModelTuning | None = None,
+        backend: str = "cpu",
     ) -> None:
         self._module = weakref.ref(module)
         self.tuning = tuning
@@ -43,12 +45,16 @@ class RootForward:
         self._layout = Layout(dims)
         self._dtype = dtype
         self._source_dtype = source_dtype
+        self._backend = backend
         # Libraries look at the arguments that a model's forward takes.
         self.__signature__ = inspect.signature(type(module).forward.__get__(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None, "a forward outlived its module"
+        if self._backend == "sycl":
+            with sycl.device("cpu"):
+                return self._call(module, args, kwargs)
         if self.tuning is not None and not torch.compiler.is_compiling():
             with self.tuning:
                 return self._call(module, args, kwargs)
@@ -79,25 +85,33 @@ class RootForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> RootForward:
         module = self._module()
         assert module is not None, "a forward outlived its module"
+        module = memo.get(id(module), module)
         tuning = copy.deepcopy(self.tuning, memo)
-        return RootForward(memo.get(id(module), module), self._dtype, self._source_dtype, self._dims, tuning)
+        return RootForward(module, self._dtype, self._source_dtype, self._dims, tuning, self._backend)
 
     def __reduce__(self) -> Any:
-        return RootForward, (self._module(), self._dtype, self._source_dtype, self._dims, self.tuning)
+        return RootForward, (
+            self._module(),
+            self._dtype,
+            self._source_dtype,
+            self._dims,
+            self.tuning,
+            self._backend,
+        )
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
-    """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images, or
-    because it is a block."""
+    """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images,
+    for another backend, or because it is a block."""
     if isinstance(module.__dict__.get("forward"), RootForward):
         return
     small = can_be_block(module)
     dims = image_dims(module)
     tuned = config.autotune != "off"
-    if dtype is None and not small and not dims and not tuned:
+    if dtype is None and not small and not dims and not tuned and config.backend == "cpu":
         return
     tuning = ModelTuning(config.autotune) if tuned else None
-    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, tuning)
+    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, tuning, config.backend)
     if small:
         module.__dict__[PROGRAMS] = Programs(config)
 

@@ -1,0 +1,129 @@
+// See stream.h.
+#include "sycl/stream.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "tiles/layout.h"
+
+namespace xopt::sycl_device {
+namespace {
+
+constexpr int kVectorLanes = 16;
+constexpr int kGpuSubGroups = 4;
+constexpr TileShape kPlainTile{8, 16, 16};  // 16 sums of a column fit into the registers of AVX-512
+
+DType weight_dtype(DType dtype) { return dtype == DType::u8 ? DType::s8 : dtype; }
+
+// The depth of a tile of bf16 in elements of another size.
+int depth_of(DType dtype, int k) { return static_cast<int>(k * 2 / dtype_size(dtype)); }
+
+TileShape bf16_depth(DType dtype, const TileShape& tile) {
+  return {tile.m, tile.n, static_cast<int>(tile.k * dtype_size(dtype) / 2)};
+}
+
+bool serves(const MatrixShape& shape, DType a, const TileShape& tile) {
+  if (shape.a != a || shape.b != weight_dtype(a)) return false;
+  if (shape.at_most) return tile.m <= shape.m && tile.n <= shape.n && tile.k <= shape.k;
+  return tile.m <= shape.m && tile.n == shape.n && tile.k == shape.k;
+}
+
+// The largest tile that a packed weight can be cut into.
+std::optional<TileShape> best_tile(const DeviceFacts& facts, DType dtype) {
+  std::optional<TileShape> best;
+  for (const MatrixShape& shape : facts.matrix_shapes) {
+    const TileShape tile{std::min(shape.m, 16), std::min<int>(shape.n, kTileColumns),
+                         std::min<int>(shape.k, static_cast<int>(packed_tile_k(weight_dtype(dtype))))};
+    const bool fits =
+        kTileColumns % tile.n == 0 && packed_tile_k(weight_dtype(dtype)) % tile.k == 0 && serves(shape, dtype, tile);
+    if (fits && (!best || tile.m * tile.n * tile.k > best->m * best->n * best->k)) best = tile;
+  }
+  return best;
+}
+
+}  // namespace
+
+KernelRecord*& first_sycl_kernel() {
+  static KernelRecord* head = nullptr;
+  return head;
+}
+
+Tiling Tiling::of(DType dtype, const TileShape& tile, bool matrix, bool is_cpu) {
+  Tiling tiling{};
+  tiling.tile = {tile.m, tile.n, depth_of(dtype, tile.k)};
+  tiling.matrix = matrix;
+  tiling.lanes = tile.n;
+  // Four tiles of sums: of AMX's eight registers as of the 128 that a GPU's thread has by default, without spills.
+  tiling.tiles_m = matrix && tile.n == kTileColumns ? 2 : 1;
+  tiling.sub_groups = is_cpu ? 1 : kGpuSubGroups;
+  return tiling;
+}
+
+Options Tiling::options(DType dtype) const {
+  const auto option = [](const char* name, int value) {
+    return std::string("-DXOPT_") + name + "=" + std::to_string(value);
+  };
+  return {std::string("-DXOPT_DTYPE_") + dtype_name(dtype),
+          option("MATRIX", matrix ? 1 : 0),
+          option("TM", tile.m),
+          option("TN", tile.n),
+          option("TK", tile.k),
+          option("SG", lanes),
+          option("TILES_M", tiles_m),
+          option("SUBGROUPS", sub_groups)};
+}
+
+Stream::Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced, bool waits)
+    : context_(device),
+      queue_(context_, device, sycl::property_list{sycl::property::queue::in_order()}),
+      facts_(facts_of(device)),
+      programs_(context_, device, cache_folder),
+      forced_(forced),
+      waits_(waits),
+      is_cpu_(device.is_cpu()) {
+  const auto& sizes = facts_.sub_group_sizes;
+  if (sizes.empty()) throw std::runtime_error("xopt.sycl: " + facts_.name + " has no sub-groups");
+  const bool usual = std::find(sizes.begin(), sizes.end(), kVectorLanes) != sizes.end();
+  lanes_ = usual ? kVectorLanes : static_cast<int>(sizes.back());
+}
+
+KernelRecord* Stream::find(const char* name, const char* dtype) {
+  for (KernelRecord* record = first_sycl_kernel(); record != nullptr; record = record->next) {
+    if (std::strcmp(record->name, name) == 0 && std::strcmp(record->dtype, dtype) == 0) return record;
+  }
+  return nullptr;
+}
+
+const Tiling& Stream::tiling(DType dtype) {
+  const auto known = tilings_.find(dtype);
+  if (known != tilings_.end()) return known->second;
+  const std::optional<TileShape> best = best_tile(facts_, dtype);
+  const TileShape bf16_tile = forced_.value_or(best ? bf16_depth(dtype, *best) : kPlainTile);
+  const bool matrix =
+      std::any_of(facts_.matrix_shapes.begin(), facts_.matrix_shapes.end(), [&](const MatrixShape& shape) {
+        return serves(shape, dtype, {bf16_tile.m, bf16_tile.n, depth_of(dtype, bf16_tile.k)});
+      });
+  return tilings_.emplace(dtype, Tiling::of(dtype, bf16_tile, matrix, is_cpu_)).first->second;
+}
+
+void* Stream::scratch(int64_t bytes) {
+  if (bytes <= scratch_bytes_) return scratch_;
+  synchronize();  // what runs may still use the old one
+  if (scratch_ != nullptr) sycl::free(scratch_, context_);
+  scratch_ = sycl::malloc_device(static_cast<size_t>(bytes), queue_);
+  scratch_bytes_ = scratch_ == nullptr ? 0 : bytes;
+  if (scratch_ == nullptr) {
+    throw std::runtime_error("xopt.sycl: " + facts_.name + " has no " + std::to_string(bytes) +
+                             " bytes of memory left for what an operator keeps meanwhile");
+  }
+  return scratch_;
+}
+
+void Stream::synchronize() {
+  require_usable();
+  ++synchronizations_;
+  queue_.wait_and_throw();
+}
+
+}  // namespace xopt::sycl_device

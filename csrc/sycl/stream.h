@@ -1,0 +1,116 @@
+// A device with a queue: what runs an operator's kernels in place of the CPU while it is a thread's offload.
+//
+// The queue is in order, so kernels of one operator and of the next need no events between them. On tensors of the CPU
+// an operator waits for its result, since what reads it next may be torch; otherwise nothing waits until synchronize().
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <sycl/sycl.hpp>
+#include <vector>
+
+#include "runtime/registry.h"
+#include "sycl/device.h"
+#include "sycl/program.h"
+
+namespace xopt::sycl_device {
+
+using Options = std::vector<std::string>;
+
+// A source and what it is built with.
+struct Build {
+  std::string source;
+  Options options;
+};
+// All that a GPU would be asked to build for matrix units of this tile (of bf16): what tools check without one.
+std::vector<Build> gpu_builds(const TileShape& tile);
+
+// How the tiles of a dtype (that of A) are computed.
+struct Tiling {
+  TileShape tile;
+  bool matrix;     // on matrix units
+  int lanes;       // work-items in a sub-group
+  int tiles_m;     // tiles of rows that a sub-group computes
+  int sub_groups;  // of a work-group
+  static Tiling of(DType dtype, const TileShape& bf16_tile, bool matrix, bool is_cpu);
+  Options options(DType dtype) const;
+  int rows() const { return tile.m * tiles_m; }
+};
+
+class Stream final : public Offload {
+ public:
+  // `forced`: a tile's rows, columns and depth (of bf16), in place of the device's best.
+  Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced, bool waits);
+  virtual ~Stream() = default;
+
+  // The stream that the calling thread runs kernels on. Only to be called by them.
+  static Stream& current() { return static_cast<Stream&>(*current_offload()); }
+
+  KernelRecord* find(const char* name, const char* dtype) override;
+
+  const Tiling& tiling(DType dtype);
+  int lanes() const { return lanes_; }
+  bool is_cpu() const { return is_cpu_; }
+  int64_t local_bytes() const { return facts_.local_bytes; }
+
+  // `name`: the kernel's, and its source's; with `variant`, which stands for the options, it tells one build from another.
+  template <class MakeOptions>
+  sycl::kernel& kernel(const char* name, const std::string& variant, const MakeOptions& make) {
+    auto known = kernels_.find({name, variant});
+    if (known != kernels_.end()) return known->second;
+    return kernels_
+        .emplace(std::pair(name, variant), programs_.program(std::string(name) + ".sycl", make()).kernel(name))
+        .first->second;
+  }
+
+  template <class... Arguments>
+  void launch(sycl::kernel& kernel, const sycl::nd_range<3>& range, const Arguments&... arguments) {
+    require_usable();
+    queue_.submit([&](sycl::handler& handler) {
+      int index = 0;
+      (handler.set_arg(index++, arguments), ...);
+      handler.parallel_for(range, kernel);
+    });
+  }
+
+  // Memory for what one kernel of an operator hands to its next. The next call's may be the same.
+  void* scratch(int64_t bytes);
+  // At the end of an operator.
+  void finish() {
+    if (waits_) synchronize();
+  }
+  void synchronize();
+  int64_t synchronizations() const { return synchronizations_; }  // how often the host has waited
+
+  const DeviceFacts& facts() const { return facts_; }
+  // Builds without running: for tools.
+  void build(const std::string& source, const Options& options) { programs_.program(source, options); }
+  BuildCounts builds() const { return programs_.counts(); }
+
+ private:
+  sycl::context context_;
+  sycl::queue queue_;
+  DeviceFacts facts_;
+  ProgramCache programs_;
+  std::map<std::pair<std::string, std::string>, sycl::kernel> kernels_;
+  std::map<DType, Tiling> tilings_;
+  std::optional<TileShape> forced_;
+  bool waits_, is_cpu_;
+  int lanes_;
+  void* scratch_ = nullptr;
+  int64_t scratch_bytes_ = 0;
+  int64_t synchronizations_ = 0;
+};
+
+// The kernels that streams have; a source registers its own.
+KernelRecord*& first_sycl_kernel();
+
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+}  // namespace xopt::sycl_device
+
+// In a source of csrc/sycl, inside its namespace: XOPT_REGISTER_SYCL_KERNEL(gemm, bf16, gemm_bf16);
+#define XOPT_REGISTER_SYCL_KERNEL(NAME, DTYPE, FN)                                                              \
+  static ::xopt::KernelRecord NAME##_##DTYPE##_record(#NAME, #DTYPE, reinterpret_cast<::xopt::KernelFn>(&(FN)), \
+                                                      &::xopt::sycl_device::first_sycl_kernel())

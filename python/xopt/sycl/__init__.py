@@ -1,0 +1,12 @@
+"""xopt's kernels on SYCL devices: an optional part, built with `make xpu` or XOPT_SYCL=ON.
+
+    with xopt.sycl.device("cpu"):  # what this thread calls runs on the CPU's SYCL device
+        model(x)
+
+The operators are the same, `torch.ops.xopt.*`, and so are packed weights: their tiles are those that AMX and XMX load.
+"""
+
+from xopt.sycl.devices import Device, available, devices
+from xopt.sycl.stream import Builds, Tile, calls, device
+
+__all__ = ["Builds", "Device", "Tile", "available", "calls", "device", "devices"]

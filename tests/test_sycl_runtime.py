@@ -1,0 +1,198 @@
+"""The host side of the SYCL part: what is kept on disk, when it waits, and what it says where something is wrong."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+import xopt
+from tests import fresh_process
+from xopt import sycl
+from xopt.sycl import loading
+
+T = TypeVar("T")
+
+
+# ---- Without the part ----------------------------------------------------------------------------------------------
+
+
+def test_without_the_part_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "built", lambda: False)
+    loading.native.cache_clear()
+    model = xopt.optimize(nn.Linear(4, 4).eval(), config=xopt.Config(backend="sycl"))
+    try:
+        assert not sycl.available()
+        for use in (sycl.devices, sycl.device, lambda: model(torch.ones(1, 4))):
+            with pytest.raises(ImportError, match="has no SYCL part; get it by `make xpu`") as caught:
+                use()
+            assert "\n" not in str(caught.value)
+    finally:
+        loading.native.cache_clear()
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend: expected one of cpu, sycl, got 'xpu'"):
+        xopt.Config(backend="xpu")
+
+
+needs_sycl = pytest.mark.skipif(
+    not sycl.available(), reason="NOT RUN: kernels on SYCL devices, whose runtime is not installed (make xpu)"
+)
+
+
+# ---- The cache on disk -----------------------------------------------------------------------------------------------
+
+
+def in_other_thread(function: Callable[[], T]) -> T:
+    """In a thread that has no stream yet, and so opens one."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def norm_in_fresh_stream() -> tuple[torch.Tensor, sycl.Builds]:
+    def run() -> tuple[torch.Tensor, sycl.Builds]:
+        with torch.no_grad(), sycl.device("cpu") as device:
+            return torch.ops.xopt.rms_norm(torch.arange(12.0).view(3, 4))[0], device.builds()
+
+    return in_other_thread(run)
+
+
+def counts(builds: sycl.Builds) -> tuple[int, int, int]:
+    return builds.compiled, builds.read, builds.rejected
+
+
+@needs_sycl
+def test_kernels_are_kept_and_damaged_ones_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, builds = norm_in_fresh_stream()
+    assert counts(builds) == (1, 0, 0)
+    again, builds = norm_in_fresh_stream()
+    assert counts(builds) == (0, 1, 0)
+    assert torch.equal(first, again)
+    (kept,) = (tmp_path / "xopt" / "sycl").iterdir()
+    whole = kept.read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(damaged) - 100] ^= 1
+    other_key = bytearray(whole)
+    other_key[40] ^= 1
+    for content in (whole[:-1], bytes(damaged), bytes(other_key)):
+        kept.write_bytes(content)
+        again, builds = norm_in_fresh_stream()
+        assert counts(builds) == (1, 0, 1)
+        assert torch.equal(first, again)
+        assert kept.read_bytes()[:32] == whole[:32]
+
+
+@needs_sycl
+def test_where_nothing_can_be_kept_kernels_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))
+    _, builds = norm_in_fresh_stream()
+    assert counts(builds) == (1, 0, 0)
+
+
+# ---- Streams ---------------------------------------------------------------------------------------------------------
+
+
+def linear_calls() -> int:
+    return sycl.calls()["gemm f32"]
+
+
+@needs_sycl
+@torch.no_grad()
+def test_a_chain_waits_only_at_its_end() -> None:
+    weight = torch.ops.xopt.linear_pack(torch.randn(48, 48) / 7, dtype=torch.float32)
+    x = torch.randn(20, 48)
+
+    def chain() -> list[torch.Tensor]:
+        kept = [x]
+        for _ in range(6):
+            kept.append(torch.ops.xopt.linear_norm(kept[-1], weight, 48, None, kept[-1])[0])
+        return kept
+
+    with sycl.device("cpu") as device:
+        before = device.synchronizations()
+        expected = chain()
+        assert device.synchronizations() - before >= 6
+    with sycl.device("cpu", asynchronous=True) as device:
+        first = chain()
+        device.synchronize()  # scratch memory has its size now
+        before = device.synchronizations()
+        got = chain()
+        assert device.synchronizations() == before
+        device.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected * 2, first + got, strict=True))
+
+
+@needs_sycl
+@torch.no_grad()
+def test_only_the_thread_within_is_concerned() -> None:
+    weight = torch.ops.xopt.linear_pack(torch.eye(4), dtype=torch.float32)
+    x = torch.ones(2, 4)
+    inside, done = threading.Event(), threading.Event()
+
+    def stay_within() -> None:
+        with sycl.device("cpu"):
+            inside.set()
+            done.wait()
+
+    thread = threading.Thread(target=stay_within)
+    thread.start()
+    inside.wait()
+    before = linear_calls()
+    torch.ops.xopt.linear(x, weight, 4)
+    assert linear_calls() == before
+    done.set()
+    thread.join()
+    with sycl.device("cpu"):
+        with sycl.device("cpu", asynchronous=True) as inner:
+            kept = torch.ops.xopt.linear(x, weight, 4)
+            inner.synchronize()
+            assert torch.equal(kept, x)
+        torch.ops.xopt.linear(x, weight, 4)
+    torch.ops.xopt.linear(x, weight, 4)
+    assert linear_calls() == before + 2
+
+
+# ---- What goes wrong ------------------------------------------------------------------------------------------------
+
+
+@needs_sycl
+@torch.no_grad()
+def test_a_kernel_that_does_not_build_brings_the_compilers_words() -> None:
+    weight = torch.ops.xopt.linear_pack(torch.eye(4), dtype=torch.float32)
+    with sycl.device("cpu", tile=(8, 16, 48)), pytest.raises(RuntimeError, match="did not build") as caught:
+        torch.ops.xopt.linear(torch.ones(2, 4), weight, 4)
+    assert "-DXOPT_TK=24" in str(caught.value)
+    assert "kPackedK % kTileK == 0" in str(caught.value)
+
+
+@needs_sycl
+def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(RuntimeError, match="there is no SYCL device '77'; there are: 0: "):
+        sycl.device("77")
+
+
+@needs_sycl
+def test_a_process_forked_from_one_that_uses_sycl_is_told() -> None:
+    program = """
+        import os, xopt
+        xopt.sycl.devices()
+        child = os.fork()
+        if child == 0:
+            try:
+                xopt.sycl.devices()
+            except RuntimeError as error:
+                os._exit(0 if "before this process was forked" in str(error) else 1)
+            os._exit(2)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert fresh_process.output_of(program) == "0"
