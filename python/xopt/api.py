@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from xopt import config as settings
+from xopt import machine
 from xopt.config import Config
 from xopt.modules.base import Context
 from xopt.modules.block import make_block
@@ -28,6 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("xopt")
 _LEVELS = ("O0", "O1")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_RETURNED_TOGETHER = 4 << 20  # values whose memory goes back to the system at once
 
 # Arguments of Intel Extension for PyTorch's optimize that ask for nothing that would have to be done here.
 _ACCEPTED = (
@@ -86,7 +88,7 @@ def optimize(
         return _finish(model, level, dtype, config, _left(decisions, "it is in training mode"), ("Call eval() first.",))
     if level == "O0":
         return _finish(model, level, dtype, config, _left(decisions, "level O0"))
-    entries = tuple(_carry_out(decision, context) for decision in _with_progress(decisions))
+    entries = _carry_out_all(decisions, context)
     optimized = any(entry.optimized for entry in entries)
     if optimized:
         for parameter in filter(_is_initialized, model.parameters()):
@@ -175,6 +177,19 @@ def _copy(model: Model, dtype: torch.dtype | None, level: str, config: Config) -
 def _floating_dtype(model: nn.Module) -> torch.dtype | None:
     """The dtype that the model as a whole computes in: its first floating parameter's."""
     return next((parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point), None)
+
+
+def _carry_out_all(decisions: list[Decision], context: Context) -> tuple[Entry, ...]:
+    """Source weights are freed one by one amid others, where malloc would keep their memory until the end."""
+    entries, unreturned = [], 0
+    for decision in _with_progress(decisions):
+        entries.append(_carry_out(decision, context))
+        unreturned += entries[-1].weights
+        if unreturned >= _RETURNED_TOGETHER:
+            machine.give_back_freed_memory()
+            unreturned = 0
+    machine.give_back_freed_memory()
+    return tuple(entries)
 
 
 def _carry_out(decision: Decision, context: Context) -> Entry:
