@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from xopt import config as settings
 from xopt import machine
 from xopt.config import Config
-from xopt.modules.base import Context
+from xopt.modules.base import Context, takes_halves
 from xopt.modules.block import make_block
 from xopt.modules.computed_weight import is_computed
 from xopt.modules.root import make_root
@@ -94,6 +94,7 @@ def optimize(
         for parameter in filter(_is_initialized, model.parameters()):
             parameter.requires_grad_(False)
     flows = optimized and config.autocast and dtype in (torch.bfloat16, torch.float16)
+    flows = flows and all(map(takes_halves, model.modules()))
     inside = dtype if flows and source_dtype not in (dtype, None) else None
     _make_blocks(model, config, inside, source_dtype)
     note = f"Computes under autocast to {_name(inside)}; takes and returns {_name(source_dtype)}."
@@ -171,7 +172,22 @@ def _copy(model: Model, dtype: torch.dtype | None, level: str, config: Config) -
             weight = decision.module._parameters.get("weight") if decision.replacement else None
             if weight is not None:
                 memo[id(weight)] = weight
-    return copy.deepcopy(model, memo)
+    with torch.no_grad():  # TorchScript's copies would be results of the originals
+        for module in model.modules():
+            memo |= _copies(module)
+        return copy.deepcopy(model, memo)
+
+
+def _copies(module: nn.Module) -> dict[int, Any]:
+    """Of what torch's own deepcopy refuses: some sparse layouts, and weights that a hook computes."""
+    copies: dict[int, Any] = {}
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.layout != torch.strided:
+            copies[id(parameter)] = nn.Parameter(parameter.clone(), parameter.requires_grad)
+    for value in module.__dict__.values():
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
+            copies[id(value)] = value.detach().clone()
+    return copies
 
 
 def _floating_dtype(model: nn.Module) -> torch.dtype | None:
