@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
 
 def choose_cases(text: str | None) -> list[str]:
     if not text:
-        return list(CASES)
+        return [name for name, case in CASES.items() if not case.only_by_name]
     chosen = []
     for asked in text.split(","):
         whole = [name for name in CASES if name == asked.strip()]
