@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
-from xopt.profiling import Profile, device_roofs, roof_cache
+from xopt.profiling import Profile, device_roofs, roof_cache, session
 from xopt.profiling.calls import calls_and_pieces
 from xopt.profiling.category import device_category
 from xopt.profiling.devices import compare_with_roofs, devices_of
@@ -120,6 +120,17 @@ def test_kernels_are_those_of_what_launched_them(tmp_path: pathlib.Path) -> None
     assert device.busy_seconds == pytest.approx(42e-6)
     assert device.kernel_seconds == pytest.approx(42e-6)
     assert {name: entry.calls for name, entry in device.categories.items()} == {"gemm": 2, "pointwise": 1}
+
+
+def test_with_a_device_in_use_arguments_of_compiled_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_devices", lambda: [torch.cpu])
+    rows, region = torch.ones(4, 8), torch._C._profiler._RecordFunctionFast
+    taking: Any = session.profiler(roofs=False)
+    with taking, region("triton_poi_fused_0", (rows, 3), {"kernel_file": "a file"}):
+        pass
+    events = read_events(taking._kineto.profiler.kineto_results)
+    found = [op for op in events.roots if op.name == "triton_poi_fused_0"]
+    assert [(op.arguments[0].shape, op.notes["kernel_file"]) for op in found] == [((4, 8), "a file")]
 
 
 def test_numbers_of_runtime_calls_are_not_taken_for_operators() -> None:

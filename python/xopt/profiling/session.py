@@ -146,8 +146,10 @@ class Session(AbstractContextManager[Profile]):
         self._kineto = torch.profiler.profile(
             activities=sorted(wanted & _supported_activities(), key=str),
             record_shapes=True,
+            # Of all threads torch does not record what TorchInductor's kernels were called with, which is how sizes of
+            # a device's kernels are known.
             experimental_config=torch._C._profiler._ExperimentalConfig(
-                profile_all_threads=True, capture_overload_names=True
+                profile_all_threads=not _devices(), capture_overload_names=True
             ),
         )
         with ExitStack() as started:
