@@ -547,7 +547,9 @@ def test_gradients_with_respect_to_inputs() -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gated", "halves", "halves, gate first", "attention", "post-norm"])
+@pytest.mark.parametrize(
+    "name", ["gated", "halves", "halves, gate first", "attention", "post-norm", "parallel", "tokens"]
+)
 def test_copies_and_keys_after_weights_were_packed_together(name: str) -> None:
     source = nn.Sequential(FUSED[name][0]()).eval()
     optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import quantize_dynamic
 from torch.nn import functional
-from torch.nn.utils import parametrize, weight_norm
+from torch.nn.utils import parametrize, prune, weight_norm
 
 import xopt
 from xopt.modules.packed_parameter import PackedParameter
@@ -314,9 +315,23 @@ class Doubled(nn.Linear):
         return 2 * functional.linear(input, self.weight, self.bias)
 
 
-def sparse_linear() -> nn.Linear:
+class OddParameter(nn.Parameter):
+    pass
+
+
+def odd_linear(weight: nn.Parameter) -> nn.Linear:
     layer = nn.Linear(20, 20)
-    layer.weight = nn.Parameter(layer.weight.detach().to_sparse(), requires_grad=False)
+    layer.weight = weight
+    return layer
+
+
+def int8_linear() -> nn.Linear:
+    return odd_linear(nn.Parameter(torch.ones(20, 20, dtype=torch.int8), requires_grad=False))
+
+
+def sparse_linear(layout: torch.layout = torch.sparse_coo) -> nn.Linear:
+    layer = nn.Linear(20, 20)
+    layer.weight = nn.Parameter(layer.weight.detach().to_sparse(layout=layout), requires_grad=False)
     return layer
 
 
@@ -332,7 +347,15 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse": (sparse_linear, "layout torch.sparse_coo"),
     "lazy": (lambda: nn.LazyLinear(20), "not initialized"),
     "max_norm": (lambda: nn.Embedding(20, 20, max_norm=1.0), "max_norm"),
+    "pruned": (lambda: prune.random_unstructured(nn.Linear(20, 20), "weight", 0.5), "no parameter of its own"),
+    "quantized": (lambda: quantize_dynamic(nn.Sequential(nn.Linear(20, 20)))[0], "quantized already"),
+    "sparse rows": (lambda: sparse_linear(torch.sparse_csr), "layout torch.sparse_csr"),
+    "int8": (int8_linear, "dtype torch.int8"),
+    "kind of parameter": (lambda: odd_linear(OddParameter(torch.randn(20, 20))), "its weight is a OddParameter"),
+    "script": (lambda: torch.jit.script(nn.Linear(20, 20)), "nothing to pack"),
 }
+# Torch itself cannot run these, on such inputs.
+CANNOT_RUN = {"meta", "lazy", "max_norm", "int8", "sparse"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -349,6 +372,22 @@ def test_left_alone_with_a_reason(name: str) -> None:
     if name in ("own forward", "weight_norm", "parametrization", "float64"):
         dtype = torch.float64 if name == "float64" else torch.float32
         assert result["odd"](torch.randn(2, 20, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", sorted(set(LEFT_ALONE) - CANNOT_RUN - {"float64"}))
+def test_what_is_left_alone_works_in_its_model(name: str, inplace: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), LEFT_ALONE[name][0](), nn.Linear(20, 20)).eval()
+    x = torch.randn(3, 20)
+    with torch.no_grad():
+        expected = model(x)
+        result = xopt.optimize(model, dtype=torch.bfloat16, inplace=inplace)(x)
+        assert result.dtype == torch.float32
+        assert relative_error(result, expected) < 0.02
+        if not inplace:
+            assert torch.equal(model(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensor")

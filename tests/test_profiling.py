@@ -249,6 +249,25 @@ def test_compiled_kernels_have_names() -> None:
     assert fresh_process.output_of(program).endswith("fine")
 
 
+def test_a_compiled_bert_is_profiled() -> None:
+    pytest.importorskip("transformers")
+    program = """
+        import torch, xopt
+        from tests.test_profiling import attention_on_cpu, bert
+
+        model, inputs = bert()
+        plain = xopt.profile(model, **inputs, steps=1, warmup=1, roofs=False)
+        taken = xopt.profile(torch.compile(model), **inputs, steps=2, warmup=2, roofs=False)
+        total = sum(category.seconds for category in taken.categories.values())
+        assert abs(total / taken.wall_seconds - 1) < 0.02, (total, taken.wall_seconds)
+        assert taken.flop == plain.flop > 0, (taken.flop, plain.flop)
+        assert {"gemm", "norm", "attention"} <= set(taken.categories), taken.categories
+        assert any("cpp_fused" in kernel.name and "layer_norm" in kernel.name for kernel in taken.kernels)
+        print("fine")
+    """
+    assert fresh_process.output_of(program).endswith("fine")
+
+
 def test_a_graph_that_was_compiled_before_is_one_row() -> None:
     program = """
         import torch, xopt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import pathlib
@@ -16,6 +17,7 @@ from torch import nn
 
 import xopt
 from xopt.profiling import Profile
+from xopt.profiling.result import Device
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -89,6 +91,17 @@ def test_each_part_is_drawn(taken: Profile, tmp_path: pathlib.Path) -> None:
     assert found["pieces"] > 0
     assert found["modules"] == 4
     assert found["findings"] == len(taken.findings) + len(taken.notes)
+
+
+def test_kernels_of_a_device_have_a_table_of_their_own(taken: Profile, tmp_path: pathlib.Path) -> None:
+    assert found_by("document.getElementById('devices').hidden", taken, tmp_path)
+    kernels = [dataclasses.replace(kernel, name=f"of the device {place}") for place, kernel in enumerate(taken.kernels)]
+    made = dataclasses.replace(taken, devices={"cuda:0": Device("A GPU", 0.0, {}, kernels)})
+    script = """[...document.querySelectorAll("#devices h3, #devices td.name")].map((cell) => cell.textContent)"""
+    assert found_by(script, made, tmp_path) == [
+        "cuda:0 (A GPU), busy 0% of a step",
+        *(kernel.name for kernel in kernels),
+    ]
 
 
 def test_the_table_is_sorted_and_filtered(taken: Profile, tmp_path: pathlib.Path) -> None:

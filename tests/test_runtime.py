@@ -280,6 +280,19 @@ def test_a_small_weight_does_not_keep_the_memory_of_its_neighbours() -> None:
     testing.weight_free(small)
 
 
+@not_when_sanitized
+@pytest.mark.usefixtures("no_weights_left")
+def test_a_weight_goes_into_the_gap_that_fits_best() -> None:
+    sizes = (5 * MB, 1000, 3 * MB, 1000, 4 * MB, 1000)
+    weights = [testing.weight_alloc(size) for size in sizes]
+    for place in (0, 2, 4):
+        testing.weight_free(weights[place])
+    again = [testing.weight_alloc(size) for size in (3 * MB, 4 * MB, 4 * MB)]
+    assert again == [weights[2], weights[4], weights[0]]
+    for weight in (*again, *weights[1::2]):
+        testing.weight_free(weight)
+
+
 @pytest.mark.sanitize
 @pytest.mark.usefixtures("no_weights_left")
 def test_weights_keep_their_bytes_whatever_is_freed_around_them() -> None:

@@ -22,6 +22,7 @@ from torch import nn
 import xopt
 from tests import families, fresh_process
 from xopt import _C, tuning
+from xopt.bench import cli
 from xopt.tuning import store as store_file
 from xopt.tuning.store import Store
 from xopt.tuning.tuned import DEFAULT, Tuned
@@ -343,3 +344,12 @@ def test_wrong_choices_and_modes_are_named() -> None:
         _C.enter_tuning("min")
     with pytest.raises(ValueError, match="choice: expected"):
         _C.force_tuning([1, 2])
+
+
+def test_the_bench_compares_heuristics_with_what_is_tuned(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert cli.main(["tuning", "--size", "tiny", "--cases", "bert-base 1x128", "--seconds", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "heuristics ms" in shown
+    assert "bert-base 1x128" in shown
+    assert cli.main(["tuning", "--threads", "0"]) == 2

@@ -36,7 +36,7 @@ struct RasterPlan {
     const int64_t positions = l2 / 2 / raster.position_bytes();
     chunk_blocks = positions >= image ? positions / image * image_blocks
                                       : maximum<int64_t>(1, (positions - raster.reach()) / Block::kRows);
-    const int64_t k_tiles = maximum<int64_t>(1, call.weight.k_tiles);
+    const int64_t k_tiles = raster.steps(Block::kTileK);
     k_blocks = ceil_div(k_tiles, maximum<int64_t>(1, l2 / 8 / (2 * kTileBytes)));
     k_block_tiles = ceil_div(k_tiles, k_blocks);
     chunk_panels = minimum<int64_t>(4, maximum<int64_t>(1, l2 / 8 / (k_block_tiles * 2 * kTileBytes)));

@@ -86,7 +86,8 @@ class GemmThread {
     fetches_ahead_ = Block::kBackground || rows.size() < kRowBlocksThatHideMisses;
     const int64_t chunks = ceil_div(rows.size(), plan_.chunk_blocks);
     const int64_t chunk_blocks = weights_stay_ ? 1 : ceil_div(rows.size(), maximum<int64_t>(1, chunks));
-    const int64_t chunk_panels = rows.size() == 1 ? 1 : plan_.chunk_panels;
+    const bool one_panel = rows.size() == 1 || (weights_stay_ && plan_.panel_by_panel);
+    const int64_t chunk_panels = one_panel ? 1 : plan_.chunk_panels;
     pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
     strip_bytes_ = chunk_panels * kAccBytes;
     // Strips of all row blocks if sums have to wait for another pass, else two in turns; two at least, because the

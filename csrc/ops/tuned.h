@@ -26,12 +26,14 @@ inline std::vector<int64_t> tuned_sizes(const GemmCall& call) {
 
 inline std::vector<int64_t> tuned_sizes(const ConvCall& call) {
   const PatchesView& v = call.input;
-  std::vector<int64_t> sizes = {call.images,
-                                v.channels,
-                                call.products,
-                                call.product_columns,
-                                static_cast<int64_t>(v.dtype),
-                                epilogue_kind(call.epilogue)};
+  std::vector<int64_t> sizes;
+  sizes.reserve(24);
+  sizes = {call.images,
+           v.channels,
+           call.products,
+           call.product_columns,
+           static_cast<int64_t>(v.dtype),
+           epilogue_kind(call.epilogue)};
   for (int i = 0; i < 3; ++i) {
     for (const int64_t size : {v.in[i], v.out[i], v.kernel[i], v.stride[i], v.dilation[i], v.padding[i]}) {
       sizes.push_back(size);

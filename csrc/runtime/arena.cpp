@@ -5,7 +5,9 @@
 //
 // Weights: chunks of virtual memory, filled from the front. Memory is spent only where a weight is written, and a
 // 2 MB page is given back as soon as the last weight on it is freed, so neither a half-filled chunk nor one long-lived
-// small weight among freed large ones holds more than the pages it stands on.
+// small weight among freed large ones holds more than the pages it stands on. A new weight goes into the gap between
+// others that fits best: at its ends lie pages that are held anyway. Weights that are packed together anew leave gaps
+// of the size that the next such group needs.
 #include "runtime/arena.h"
 
 #include <pthread.h>
@@ -30,8 +32,8 @@ namespace {
 
 constexpr size_t kPage = size_t{2} << 20;
 constexpr size_t kAlignment = 64;
-constexpr size_t kWeightChunk = size_t{32} << 20;
-constexpr size_t kLargest = SIZE_MAX / 4;  // above it, rounding up could overflow
+constexpr size_t kWeightChunk = size_t{256} << 20;  // of addresses; the page that each chunk ends on is half empty
+constexpr size_t kLargest = SIZE_MAX / 4;           // above it, rounding up could overflow
 
 constexpr size_t round_to(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -145,18 +147,43 @@ Arena& thread_arena() {
 
 // ---- Packed weights ---------------------------------------------------------------------------------------------
 
+// Free memory that is large enough.
+struct WeightPlace {
+  char* data = nullptr;
+  size_t bytes = 0;
+  bool last = false;  // behind all weights of its chunk, where no page may be held yet
+
+  bool better_than(const WeightPlace& other) const {
+    if (data == nullptr || other.data == nullptr) return data != nullptr;
+    return last != other.last ? other.last : bytes < other.bytes;
+  }
+};
+
 class WeightChunk {
  public:
   WeightChunk(char* base, size_t bytes) : base_(base), bytes_(bytes), weights_on_(bytes / kPage, 0) {}
 
-  bool fits(size_t bytes) const { return place_for(bytes) != nullptr; }
   bool empty() const { return sizes_.empty(); }
   char* base() const { return base_; }
   size_t bytes() const { return bytes_; }
 
+  WeightPlace best_place(size_t bytes) const {
+    WeightPlace best;
+    char* place = base_;
+    const auto offer = [&](size_t free, bool last) {
+      const WeightPlace found{place, free, last};
+      if (free >= bytes && found.better_than(best)) best = found;
+    };
+    for (const auto& [data, size] : sizes_) {
+      offer(static_cast<size_t>(data - place), false);
+      place = data + size;
+    }
+    offer(static_cast<size_t>(base_ + bytes_ - place), true);
+    return best;
+  }
+
   // `pages` counts the pages that weights lie on.
-  void* take(size_t bytes, int64_t* pages) {
-    char* data = place_for(bytes);
+  void* take(char* data, size_t bytes, int64_t* pages) {
     sizes_.emplace(data, bytes);
     const size_t first = static_cast<size_t>(data - base_);
     for (size_t page = first / kPage; page <= (first + bytes - 1) / kPage; ++page) *pages += weights_on_[page]++ == 0;
@@ -177,17 +204,6 @@ class WeightChunk {
   }
 
  private:
-  // The first gap between weights, or what is left behind the last; nullptr where none is large enough. Weights that
-  // are packed together anew leave gaps of the size that the next such group needs.
-  char* place_for(size_t bytes) const {
-    char* place = base_;
-    for (const auto& [data, size] : sizes_) {
-      if (static_cast<size_t>(data - place) >= bytes) return place;
-      place = data + size;
-    }
-    return static_cast<size_t>(base_ + bytes_ - place) >= bytes ? place : nullptr;
-  }
-
   char* base_;
   size_t bytes_;
   std::vector<uint32_t> weights_on_;  // of each page
@@ -198,13 +214,19 @@ class WeightMemory {
  public:
   void* take(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex);
+    WeightPlace best;
+    WeightChunk* chunk = nullptr;
     for (auto& entry : chunks_) {
-      if (entry.second.fits(bytes)) return entry.second.take(bytes, &pages_);
+      const WeightPlace place = entry.second.best_place(bytes);
+      if (!place.better_than(best)) continue;
+      best = place;
+      chunk = &entry.second;
     }
+    if (chunk != nullptr) return chunk->take(best.data, bytes, &pages_);
     const size_t size = bytes > kWeightChunk ? round_to(bytes, kPage) : kWeightChunk;
     char* base = map_pages(size);
     if (base == nullptr) throw std::bad_alloc();
-    return chunks_.emplace(base, WeightChunk(base, size)).first->second.take(bytes, &pages_);
+    return chunks_.emplace(base, WeightChunk(base, size)).first->second.take(base, bytes, &pages_);
   }
 
   void release(void* data) {

@@ -45,7 +45,13 @@ class Raster {
   int64_t position_bytes() const { return planes_[0] * planes_[1] * planes_[2] * pitch_; }
   int64_t pitch() const { return pitch_; }
 
-  // For each step along k (so many channels of a place of the kernel), where its rows begin, for planes so far apart.
+  // Steps along k, of so many channels of a place of the kernel each.
+  int64_t steps(int64_t tile_k) const {
+    const int64_t of_place = (view_.channels + tile_k - 1) / tile_k;
+    return maximum<int64_t>(1, view_.kernel[0] * view_.kernel[1] * view_.kernel[2] * of_place);
+  }
+
+  // For each of them, where its rows begin, for planes so far apart.
   void set_offsets(int64_t tile_k, int64_t plane_bytes, int64_t* offsets) const {
     const PatchesView& v = view_;
     for (int64_t z = 0; z < v.kernel[0]; ++z) {

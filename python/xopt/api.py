@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from xopt import config as settings
+from xopt import machine
 from xopt.config import Config
-from xopt.modules.base import Context, dtype_name
+from xopt.modules.base import Context, dtype_name, takes_halves
 from xopt.modules.block import make_block
 from xopt.modules.computed_weight import is_computed
 from xopt.modules.root import make_root
@@ -28,6 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("xopt")
 _LEVELS = ("O0", "O1")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_RETURNED_TOGETHER = 4 << 20  # values whose memory goes back to the system at once
 
 # Arguments of Intel Extension for PyTorch's optimize that ask for nothing that would have to be done here.
 _ACCEPTED = (
@@ -86,12 +88,13 @@ def optimize(
         return _finish(model, level, dtype, config, _left(decisions, "it is in training mode"), ("Call eval() first.",))
     if level == "O0":
         return _finish(model, level, dtype, config, _left(decisions, "level O0"))
-    entries = tuple(_carry_out(decision, context) for decision in _with_progress(decisions))
+    entries = _carry_out_all(decisions, context)
     optimized = any(entry.optimized for entry in entries)
     if optimized:
         for parameter in filter(_is_initialized, model.parameters()):
             parameter.requires_grad_(False)
     flows = optimized and config.autocast and dtype in (torch.bfloat16, torch.float16)
+    flows = flows and all(map(takes_halves, model.modules()))
     inside = dtype if flows and source_dtype not in (dtype, None) else None
     _make_blocks(model, config, inside, source_dtype)
     note = f"Computes under autocast to {dtype_name(inside)}; takes and returns {dtype_name(source_dtype)}."
@@ -169,12 +172,40 @@ def _copy(model: Model, dtype: torch.dtype | None, level: str, config: Config) -
             weight = decision.module._parameters.get("weight") if decision.replacement else None
             if weight is not None:
                 memo[id(weight)] = weight
-    return copy.deepcopy(model, memo)
+    with torch.no_grad():  # TorchScript's copies would be results of the originals
+        for module in model.modules():
+            memo |= _copies(module)
+        return copy.deepcopy(model, memo)
+
+
+def _copies(module: nn.Module) -> dict[int, Any]:
+    """Of what torch's own deepcopy refuses: some sparse layouts, and weights that a hook computes."""
+    copies: dict[int, Any] = {}
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.layout != torch.strided:
+            copies[id(parameter)] = nn.Parameter(parameter.clone(), parameter.requires_grad)
+    for value in module.__dict__.values():
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
+            copies[id(value)] = value.detach().clone()
+    return copies
 
 
 def _floating_dtype(model: nn.Module) -> torch.dtype | None:
     """The dtype that the model as a whole computes in: its first floating parameter's."""
     return next((parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point), None)
+
+
+def _carry_out_all(decisions: list[Decision], context: Context) -> tuple[Entry, ...]:
+    """Source weights are freed one by one amid others, where malloc would keep their memory until the end."""
+    entries, unreturned = [], 0
+    for decision in _with_progress(decisions):
+        entries.append(_carry_out(decision, context))
+        unreturned += entries[-1].weights
+        if unreturned >= _RETURNED_TOGETHER:
+            machine.give_back_freed_memory()
+            unreturned = 0
+    machine.give_back_freed_memory()
+    return tuple(entries)
 
 
 def _carry_out(decision: Decision, context: Context) -> Entry:

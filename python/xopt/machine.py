@@ -1,8 +1,9 @@
 """What Linux tells about this process and the machine it is on: libraries, memory, CPUs, limits.
 
-Every function reads files below `root`, so that tests can show it other machines.
+What reads files does so below `root`, so that tests can show it other machines.
 """
 
+import ctypes
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,6 +65,13 @@ def mapped_libraries(root: Path = ROOT) -> tuple[str, ...]:
 def openmp_runtimes(root: Path = ROOT) -> tuple[str, ...]:
     """Paths of the OpenMP runtimes in this process: one, unless somebody has brought a second."""
     return tuple(path for path in mapped_libraries(root) if _OPENMP.search(path))
+
+
+def give_back_freed_memory(keep_bytes: int = 0) -> None:
+    """Has glibc's malloc return to the system what was freed, which it otherwise keeps for allocations to come."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(ctypes.c_size_t(keep_bytes))
 
 
 def allocator(root: Path = ROOT) -> str:

@@ -22,6 +22,8 @@ class ModelCase:
     targets: dict[tuple[str, str], float] = field(default_factory=dict)
     """By dtype and peer: how many times as fast xopt has to be. BEST stands for the fastest of the peers."""
     library: str = "transformers"
+    only_by_name: bool = False
+    """Not among the cases of a run that names none."""
 
 
 def sizes_if(tiny: bool, **sizes: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import xopt
-from xopt import _C
+from xopt import _C, machine
 from xopt.bench import model_cases, model_peers
 from xopt.bench.errors import UnavailableError, WrongResultError
 from xopt.roofs import READ_REPEATS
@@ -129,9 +129,7 @@ def resident_bytes() -> int:
 
 def give_back_freed() -> None:
     gc.collect()
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
+    machine.give_back_freed_memory()
 
 
 def forget_peak() -> None:

@@ -81,10 +81,11 @@ def run(options: argparse.Namespace) -> None:
 
 def choose_cases(text: str | None) -> list[str]:
     if not text:
-        return list(CASES)
+        return [name for name, case in CASES.items() if not case.only_by_name]
     chosen = []
     for asked in text.split(","):
-        found = [name for name in CASES if name.startswith(asked.strip())]
+        whole = [name for name in CASES if name == asked.strip()]
+        found = whole or [name for name in CASES if name.startswith(asked.strip())]
         if not found:
             raise BenchError(f"no case begins with {asked!r}; there are: {', '.join(CASES)}")
         chosen += found

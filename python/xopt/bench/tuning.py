@@ -56,7 +56,10 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if not options.keep:
             xopt.tuning.use_file(Path(folder) / "tuned.sqlite")
-        results = [measure(name, options) for name in names]
+        try:
+            results = [measure(name, options) for name in names]
+        finally:
+            xopt.tuning.use_file(None)
     _print(results)
 
 

@@ -36,10 +36,11 @@ def _convnext(tiny: bool) -> Any:
     return ConvNextForImageClassification(ConvNextConfig(**sizes_if(tiny, image_size=32, **_STAGES)))
 
 
-def _unet(tiny: bool) -> Any:
+def _unet(tiny: bool, divisor: int = 1) -> Any:
     """The sizes of Stable Diffusion 1.5, which are diffusers' defaults but for the width of its text encoder."""
     diffusers: Any = importlib.import_module("diffusers")
-    sizes: Any = {"sample_size": 64, "cross_attention_dim": 768}
+    channels = tuple(count // divisor for count in (320, 640, 1280, 1280))
+    sizes: Any = {"sample_size": 64, "cross_attention_dim": 768, "block_out_channels": channels}
     small: Any = {
         "sample_size": 8,
         "cross_attention_dim": 32,
@@ -64,10 +65,10 @@ class _Decoder(nn.Module):
         return self.decoder(self.post_quant_conv(sample))
 
 
-def _vae_decoder(tiny: bool) -> Any:
+def _vae_decoder(tiny: bool, divisor: int = 1) -> Any:
     """The sizes of Stable Diffusion's."""
     diffusers: Any = importlib.import_module("diffusers")
-    channels = (32, 64) if tiny else (128, 256, 512, 512)
+    channels = (32, 64) if tiny else tuple(count // divisor for count in (128, 256, 512, 512))
     sizes: Any = {"layers_per_block": 1 if tiny else 2, "latent_channels": _LATENTS, "sample_size": 16 if tiny else 512}
     down, up = ("DownEncoderBlock2D",) * len(channels), ("UpDecoderBlock2D",) * len(channels)
     blocks: Any = {"block_out_channels": channels, "down_block_types": down, "up_block_types": up}
@@ -96,6 +97,11 @@ def _latents(model: Any) -> Inputs:
     return {"sample": torch.randn(1, _LATENTS, size, size)}
 
 
+def _half_width(build: Callable[..., Any]) -> Callable[[bool], Any]:
+    """A quarter of the arithmetic on half as much memory, for machines with little of either."""
+    return lambda tiny: build(tiny, divisor=2)
+
+
 _SMALL_CONVS = {("bfloat16", BEST): 1.2, ("float32", BEST): 1.0}
 _DIFFUSION = {("bfloat16", BEST): 1.3, ("float32", BEST): 1.0}
 _RESNET = {("bfloat16", BEST): 1.15, ("float32", BEST): 1.0, ("bfloat16", "compile"): 1.08}
@@ -110,4 +116,6 @@ CASES = (
     ModelCase("convnext-tiny 16", _convnext, _pixels(16), targets=_SMALL_CONVS),
     ModelCase("sd-1.5 unet 1x64x64", _unet, _noise_and_prompt, targets=_UNET, library="diffusers"),
     ModelCase("sd vae decoder 1x64x64", _vae_decoder, _latents, targets=_DIFFUSION, library="diffusers"),
+    ModelCase("half-width sd-1.5 unet", _half_width(_unet), _noise_and_prompt, library="diffusers", only_by_name=True),
+    ModelCase("half-width sd vae decoder", _half_width(_vae_decoder), _latents, library="diffusers", only_by_name=True),
 )

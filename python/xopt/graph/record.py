@@ -51,7 +51,7 @@ _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.i
 _FRESH = frozenset(
     {
         *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
-        *("truediv", "div", "pow", "exp", "softmax", "gelu", "masked_fill", "where"),
+        *("truediv", "div", "pow", "exp", "softmax", "gelu", "masked_fill", "where", "zeros", "ones", "full", "arange"),
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
         *("conv_transpose", "interpolate"),
     }
@@ -64,7 +64,9 @@ def is_fresh(target: Any) -> bool:
 
 
 class _WeightsToo(TorchFunctionMode):
-    """Records what a forward does to parameters and buffers alone (Gemma's 1 + weight) as steps of its own."""
+    """Records what a forward does to parameters and buffers alone (Gemma's 1 + weight) as steps of its own.
+
+    Constants that a forward makes are no symbols: a function may keep what it returns (functools.lru_cache)."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -215,7 +215,8 @@ class _Method:
         symbol, name = self._symbol, self._name
         recorder = symbol._recorder
         if self._rule is not None:
-            example = self._rule(symbol._example, *recorder.examples(args), **recorder.examples(kwargs))
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                example = self._rule(symbol._example, *recorder.examples(args), **recorder.examples(kwargs))
             return recorder.effect("call_method", name, (symbol, *args), kwargs, example)
         if name.endswith("_") and not name.endswith("__"):
             return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)

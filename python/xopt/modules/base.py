@@ -126,6 +126,19 @@ def result_dtype(input: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
 
 
+def takes_halves(module: nn.Module) -> bool:
+    """Whether torch can give it bf16 and fp16: not where it is quantized, or computes with sparse weights."""
+    return not is_quantized(module) and all(
+        parameter is None or parameter.layout == torch.strided for parameter in module._parameters.values()
+    )
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether it is one of torch's quantized layers, which hold no parameters."""
+    folders = ("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")
+    return any(kind.__module__.startswith(folders) for kind in type(module).__mro__)
+
+
 def plain_parameter_problem(module: nn.Module, name: str) -> str | None:
     """Why a module's parameter cannot be taken over as it stands."""
     if nn.utils.parametrize.is_parametrized(module):

@@ -34,8 +34,12 @@ class _Folded:
         self.shift = (shift if bias is None else shift + bias).float()
 
     def holds(self, sources: tuple[Tensor | None, ...], eps: float) -> bool:
-        same = all(one is other for one, other in zip(sources, self._sources, strict=True))
-        return same and self._eps == eps and self._versions is not None and _versions(sources) == self._versions
+        if self._versions is None or self._eps != eps:
+            return False
+        for now, then, version in zip(sources, self._sources, self._versions, strict=True):  # asked before each product
+            if now is not then or (now is not None and now._version != version):
+                return False
+        return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied module computes its own."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from xopt import machine
 from xopt.modules.wide_taps import Wide, narrowed, widened
 
 Tensor = torch.Tensor
@@ -264,13 +265,12 @@ def pack_as_one(parameters: Sequence[PackedParameter]) -> bool:
         sizes = [parameter.out_features for parameter in parameters]
         if not _can_move(parameters) or any(size % _PANEL for size in sizes[:-1]):
             return False
-        with torch.no_grad():
-            together = torch.cat([_rows(parameter.unpack(), parameter.transposed) for parameter in parameters])
-            packed = torch.ops.xopt.linear_pack(together, dtype=together.dtype)
+        packed = _packed_together(parameters)
         first = 0
         for parameter, size in zip(parameters, sizes, strict=True):
             parameter.place = Place(packed, sum(sizes), first)
             first += size
+        machine.give_back_freed_memory()
         return True
 
 
@@ -281,11 +281,10 @@ def pack_as_pair(gate: PackedParameter, up: PackedParameter) -> bool:
             return True
         if not _can_move((gate, up)) or gate.out_features != up.out_features:
             return False
-        with torch.no_grad():
-            rows = [_rows(parameter.unpack(), parameter.transposed) for parameter in (gate, up)]
-            packed = torch.ops.xopt.linear_pack_gated(*rows, dtype=gate.dtype)
+        packed = _packed_as_pair(*(_rows(parameter.unpack(), parameter.transposed) for parameter in (gate, up)))
         gate.place = Place(packed, gate.out_features, in_pair=0)
         up.place = Place(packed, up.out_features, in_pair=1)
+        machine.give_back_freed_memory()
         return True
 
 
@@ -296,11 +295,23 @@ def pack_as_halves(weight: PackedParameter, gate: int) -> bool:
             return True
         if not weight.is_packed_alone or weight.out_features % 2 != 0:
             return False
-        with torch.no_grad():
-            halves = _rows(weight.unpack(), weight.transposed).chunk(2)
-            packed = torch.ops.xopt.linear_pack_gated(halves[gate], halves[1 - gate], dtype=weight.dtype)
+        halves = _rows(weight.unpack(), weight.transposed).chunk(2)
+        packed = _packed_as_pair(halves[gate], halves[1 - gate])
         weight.place = Place(packed, weight.out_features, gate_half=gate)
+        del halves
+        machine.give_back_freed_memory()
         return True
+
+
+@torch.no_grad()
+def _packed_together(parameters: Sequence[PackedParameter]) -> Tensor:
+    together = torch.cat([_rows(parameter.unpack(), parameter.transposed) for parameter in parameters])
+    return torch.ops.xopt.linear_pack(together, dtype=together.dtype)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _packed_as_pair(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.ops.xopt.linear_pack_gated(gate, up, dtype=gate.dtype)  # type: ignore[no-any-return]
 
 
 def are_one(parameters: Sequence[PackedParameter]) -> bool:

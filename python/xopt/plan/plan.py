@@ -10,7 +10,7 @@ from torch import nn
 
 from xopt import modules  # noqa: F401 - finds the replacements
 from xopt.config import Config
-from xopt.modules.base import Context, Replacement
+from xopt.modules.base import Context, Replacement, is_quantized
 
 # As torch has them, these never call their children but read their weights, so a packed one would be unpacked in each
 # call. Replaced, they do call them.
@@ -45,6 +45,9 @@ def _decide(model: nn.Module, config: Config, context: Context) -> Iterator[Deci
                 untouchable[id(child)] = untouchable[id(module)]
             elif isinstance(module, torch.jit.ScriptModule):
                 untouchable[id(child)] = "it belongs to a TorchScript module"
+        if is_quantized(module):
+            yield Decision(path, module, None, "it is quantized already")
+            continue
         if not module._parameters and not any(isinstance(module, kind.source) for kind in _replacements()):
             continue
         yield decision

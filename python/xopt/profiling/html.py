@@ -41,6 +41,9 @@ def _content(profile: Profile) -> dict[str, Any]:
         "thread_efficiency": profile.thread_efficiency,
         "flop": profile.flop,
     }
-    for kernel in content["kernels"]:
+    for name, device in content["devices"].items():
+        device["busy_share"] = profile.device_busy_share(name)
+    of_devices = (kernel for device in content["devices"].values() for kernel in device["kernels"])
+    for kernel in (*content["kernels"], *of_devices):
         del kernel["arguments"]
     return content

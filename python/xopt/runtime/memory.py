@@ -148,14 +148,14 @@ class _Glibc:
         self._set(_M_MMAP_MAX, 65536)
         self._set(_M_MMAP_THRESHOLD, 32 << 20)
         self._set(_M_TRIM_THRESHOLD, 64 << 20)
-        self._libc.malloc_trim(0)
+        machine.give_back_freed_memory()
 
     def _set(self, parameter: int, value: int) -> None:
         if self._libc.mallopt(parameter, value) != 1:
             raise RuntimeError(f"memory_pool: glibc's mallopt({parameter}, {value}) failed")
 
     def trim(self, keep_bytes: int) -> int | None:
-        self._libc.malloc_trim(ctypes.c_size_t(keep_bytes))
+        machine.give_back_freed_memory(keep_bytes)
         return None
 
     def statistics(self) -> PoolStatistics:

@@ -259,7 +259,7 @@ const COLUMNS = [
   ["module", (kernel) => kernel.module ?? "", null, "text path"],
   ["category", (kernel) => kernel.category, null, "text"],
   ["time", (kernel) => kernel.seconds / steps, duration],
-  ["share", (kernel) => kernel.seconds / total, (value) => percent(value, 1)],
+  ["share", (kernel) => kernel.seconds / (kernel.total ?? total), (value) => percent(value, 1)],
   ["calls", (kernel) => (kernel.operator ? kernel.calls / steps : null), significant],
   ["each", (kernel) => (kernel.operator ? each(kernel) : null), duration],
   ["FLOP/s", (kernel) => (kernel.flop ? kernel.flop / each(kernel) : null), (value) => scaled(value, "")],
@@ -314,6 +314,21 @@ function tableRow(kernel) {
   return made;
 }
 
+// ---- Other devices --------------------------------------------------------------------------------------------------
+
+function drawDevices() {
+  for (const [name, device] of Object.entries(profile.devices)) {
+    byId("devices").hidden = false;
+    const busy = device.busy_share === null ? "" : `, busy ${percent(device.busy_share)} of a step`;
+    const body = element("tbody");
+    const sum = device.kernels.reduce((seconds, kernel) => seconds + kernel.seconds, 0) || 1;
+    for (const kernel of device.kernels) body.append(tableRow({ ...kernel, total: sum }));
+    const cells = COLUMNS.map(([header, , , kind]) => element("th", { class: kind ?? "", scope: "col" }, header));
+    const table = element("table", {}, element("thead", {}, element("tr", {}, ...cells)), body);
+    byId("devices").append(element("h3", {}, `${name} (${device.name})${busy}`), element("div", { class: "wide" }, table));
+  }
+}
+
 // ---- Modules --------------------------------------------------------------------------------------------------------
 
 function drawModules() {
@@ -361,5 +376,6 @@ drawCategories();
 drawRoofline();
 drawTimeline();
 drawTable();
+drawDevices();
 drawModules();
 document.body.dataset.drawn = "yes";
