@@ -23,8 +23,8 @@ from xopt.sycl import loading
 # The tile of each GPU's matrix units, rows x columns x depth of bf16.
 TILES = {(8, 16, 16): ("pvc", "bmg", "lnl-m", "ptl-h"), (8, 8, 16): ("dg2",)}
 ALLOWED_SPILL = 128  # bytes: conv in f16 spills 96 on dg2, outside its loop over the depth
-MULTIPLY_ADD = 4459  # OpCooperativeMatrixMulAddKHR
-OTHER_MULTIPLY_ADDS = (6121, 6178)  # OpJointMatrixMadINTEL and its forms, of older translators
+# OpCooperativeMatrixMulAddKHR, and OpJointMatrixMadINTEL and its like of older translators.
+MULTIPLY_ADDS = {4459, 6121, 6178}
 BUILD = """
 import sys
 from xopt.sycl import loading
@@ -87,7 +87,7 @@ def problems_of(source: str, options: list[str], gpus: tuple[str, ...], ocloc: s
         folder = Path(temporary)
         spirv = spirv_of(source, options, folder)
         found = opcodes(spirv.read_bytes())
-        if matrix and not found & {MULTIPLY_ADD, *OTHER_MULTIPLY_ADDS}:
+        if matrix and not found & MULTIPLY_ADDS:
             problems.append(f"{name}: no product of matrix units in its SPIR-V")
         print(f"{name}: SPIR-V")
         for gpu in gpus if ocloc else ():

@@ -66,7 +66,7 @@ inline void finish(const GemmCall& call, const OutPositions& positions, int64_t 
 
 using Sums = TileSum[XOPT_TILES_M][kTilesN];
 
-inline void multiply_chunk(const Staged* a, const uint8_t* panel, int64_t first, int depth, Sums& sums) {
+inline void multiply_tiles(const Staged* a, const uint8_t* panel, int64_t first, int depth, Sums& sums) {
   for (int k = 0; k < depth; k += kTileK) {
     TileA rows[XOPT_TILES_M];
 #pragma unroll
@@ -83,6 +83,20 @@ inline void multiply_chunk(const Staged* a, const uint8_t* panel, int64_t first,
       for (int m = 0; m < XOPT_TILES_M; ++m) sums[m][n].add_product(rows[m], columns);
     }
   }
+}
+
+inline void multiply_chunk(const Staged* a, const uint8_t* panel, int64_t first, int depth, Sums& sums) {
+#if XOPT_MATRIX
+  multiply_tiles(a, panel, first, depth, sums);
+#else
+  // What lives across a barrier lives in memory: while a chunk is multiplied, sums are in registers.
+  Sums mine;
+#pragma unroll
+  for (int n = 0; n < kTilesN; ++n) mine[0][n] = sums[0][n];
+  multiply_tiles(a, panel, first, depth, mine);
+#pragma unroll
+  for (int n = 0; n < kTilesN; ++n) sums[0][n] = mine[0][n];
+#endif
 }
 
 template <class Rows>
