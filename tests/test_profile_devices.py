@@ -254,6 +254,7 @@ def test_an_empty_device_has_no_rows() -> None:
         ("void pytorch_flash::flash_fwd_kernel", "", "attention"),
         ("Memcpy HtoD (Pageable -> Device)", "aten::copy_", "reorder"),
         ("void at::native::vectorized_elementwise_kernel<4>", "aten::relu", "pointwise"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "aten::mul", "pointwise"),
         ("void at::native::reduce_kernel<512>", "aten::sum", "reduction"),
     ],
 )

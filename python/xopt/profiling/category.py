@@ -139,12 +139,14 @@ def device_category(name: str, op: str) -> str:
 
 @functools.cache
 def find_operator(name: str, overload: str) -> Any:
-    """torch's OpOverload, or None."""
+    """torch's OpOverload, without an overload's name any of them, or None. Those that the dispatcher does not know are
+    TorchScript's alone, such as aten::mul without a name."""
     namespace, _, short = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), short, None)
     if packet is None:
         return None
-    return getattr(packet, overload or "default", None)
+    found = [getattr(packet, each, None) for each in ([overload] if overload else ["default", *packet.overloads()])]
+    return next((each for each in found if each and torch._C._dispatch_has_kernel(each.name())), None)
 
 
 def _is_composite(operator: Any) -> bool:
