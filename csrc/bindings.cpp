@@ -244,7 +244,7 @@ Tuning choice_of(const ChoiceNumbers& numbers) {
   if (!known) throw py::value_error("choice: expected what tuned_calls or tuning_candidates told");
   Tuning choice;
   choice.level = static_cast<int8_t>(numbers[0]);
-  choice.chunk_panels = static_cast<int8_t>(numbers[1]);
+  choice.chunk_panels = static_cast<int16_t>(numbers[1]);
   choice.chunk_rows = static_cast<TunedRows>(numbers[2]);
   choice.grid_rows = static_cast<int16_t>(numbers[3]);
   choice.weights_stay = static_cast<TunedStay>(numbers[4]);

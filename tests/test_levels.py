@@ -24,7 +24,7 @@ from xopt import _C
 ROOT = pathlib.Path(__file__).parent.parent
 LEVELS = list(_C.isa_levels())
 PRESENT = LEVELS[: LEVELS.index(_C.detected_isa()) + 1]
-CASES_PER_FAMILY = 300
+CASES_PER_FAMILY = 200
 SANITIZED_CASES_PER_FAMILY = 40
 FUZZ_CASES_PER_FAMILY = 10_000
 

@@ -279,7 +279,8 @@ std::vector<Tuning> tuning_candidates(const TuningKey& key) {
   const KernelRecord* usual = find_kernel(kernel, dtype);
   levels.erase(std::remove(levels.begin(), levels.end(), static_cast<int>(usual->isa)), levels.end());
   for (const int level : levels) add([&](Tuning& choice) { choice.level = static_cast<int8_t>(level); });
-  for (const int panels : {1, 2, 4, 8}) add([&](Tuning& choice) { choice.chunk_panels = static_cast<int8_t>(panels); });
+  for (const int panels : {1, 2, 4, 8})
+    add([&](Tuning& choice) { choice.chunk_panels = static_cast<int16_t>(panels); });
   for (const TunedRows rows : {TunedRows::half, TunedRows::twice}) add([&](Tuning& c) { c.chunk_rows = rows; });
   if (usual->isa != Isa::amx) {
     for (const TunedStay stay : {TunedStay::never, TunedStay::always}) add([&](Tuning& c) { c.weights_stay = stay; });

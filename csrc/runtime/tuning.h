@@ -12,8 +12,8 @@ enum class TunedStay : int8_t { automatic, never, always };  // a thread's weigh
 enum class TunedPath : int8_t { automatic, patches, raster };  // how a convolution reads its image
 
 struct Tuning {
-  int8_t level = -1;        // the record of the highest level up to this one; -1: up to the active level
-  int8_t chunk_panels = 0;  // panels whose weights stay in L2 while the rows of a chunk pass
+  int8_t level = -1;         // the record of the highest level up to this one; -1: up to the active level
+  int16_t chunk_panels = 0;  // panels whose weights stay in L2 while the rows of a chunk pass
   TunedRows chunk_rows = TunedRows::automatic;
   int16_t grid_rows = 0;  // into how many parts threads cut the rows; columns make up the rest
   TunedStay weights_stay = TunedStay::automatic;
