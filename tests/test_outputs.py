@@ -38,13 +38,21 @@ def usual_limit() -> Iterator[None]:
     xopt.runtime.keep_outputs(xopt.config.current.kept_output_mb * MB)
 
 
-WEIGHT = torch.ops.xopt.linear_pack(torch.eye(1024), dtype=torch.float32)
+PACKED: list[Tensor] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def packed_weight() -> Iterator[None]:
+    """Not for longer than these tests: others look at the memory of all weights."""
+    PACKED.append(torch.ops.xopt.linear_pack(torch.eye(1024), dtype=torch.float32))
+    yield
+    PACKED.clear()
 
 
 def doubled(rows: int, value: float = 1.0) -> Tensor:
     """An output of `rows` times 4 KB."""
     x = torch.full((1, 1024), value).expand(rows, -1)
-    return torch.ops.xopt.linear(x, WEIGHT, 1024)  # type: ignore[no-any-return]
+    return torch.ops.xopt.linear(x, PACKED[0], 1024)  # type: ignore[no-any-return]
 
 
 def test_memory_is_used_again() -> None:

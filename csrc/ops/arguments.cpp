@@ -111,7 +111,7 @@ Tensor::~Tensor() {
 }
 
 // `order`: the dimensions from the outermost in memory to the innermost.
-Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order) {
+Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order, bool keep) {
   int64_t strides[kMaxDims];
   int64_t stride = 1;
   for (int64_t i = dims - 1; i >= 0; --i) {
@@ -122,7 +122,7 @@ Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, c
   }
   int64_t bytes = 0;
   if (__builtin_mul_overflow(stride, dtype_size(dtype), &bytes)) throw std::bad_alloc();
-  if (void* kept = output_alloc(static_cast<size_t>(bytes))) {
+  if (void* kept = keep ? output_alloc(static_cast<size_t>(bytes)) : nullptr) {
     return adopt(kept, sizes, strides, dims, dtype_to_torch(dtype), [](void* data, void*) { output_free(data); });
   }
   AtenTensorHandle handle = nullptr;
@@ -133,11 +133,18 @@ Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, c
   return Tensor(handle);
 }
 
-Tensor Tensor::empty(const int64_t* sizes, int64_t dims, DType dtype) {
+Tensor Tensor::empty_in_rows(const int64_t* sizes, int64_t dims, DType dtype, bool keep) {
   int64_t order[kMaxDims];
   if (dims > kMaxDims) throw std::runtime_error("xopt: tensors have at most 64 dimensions");
   for (int64_t i = 0; i < dims; ++i) order[i] = i;
-  return empty_in_order(sizes, dims, dtype, order);
+  return empty_in_order(sizes, dims, dtype, order, keep);
+}
+
+Tensor Tensor::empty(const int64_t* sizes, int64_t dims, DType dtype) {
+  return empty_in_rows(sizes, dims, dtype, true);
+}
+Tensor Tensor::empty_weight(const int64_t* sizes, int64_t dims, DType dtype) {
+  return empty_in_rows(sizes, dims, dtype, false);
 }
 
 Tensor Tensor::empty_channels_last(const int64_t* sizes, int64_t dims, DType dtype) {

@@ -49,6 +49,8 @@ class Tensor {
 
   // A new tensor of this shape in contiguous layout, uninitialised.
   static Tensor empty(const int64_t* sizes, int64_t dims, DType dtype);
+  // The same for a weight: the memory of what is made once is not kept when it is freed.
+  static Tensor empty_weight(const int64_t* sizes, int64_t dims, DType dtype);
   // The same with dimension 1 last in memory.
   static Tensor empty_channels_last(const int64_t* sizes, int64_t dims, DType dtype);
   // uint8 [bytes] over memory that `deleter` releases.
@@ -75,7 +77,8 @@ class Tensor {
  private:
   static Tensor adopt(void* data, const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
                       void (*deleter)(void* data, void* context));
-  static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order);
+  static Tensor empty_in_rows(const int64_t* sizes, int64_t dims, DType dtype, bool keep);
+  static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order, bool keep = true);
   Tensor copied_to(Tensor copy) const;
   DType copied_dtype() const;
 

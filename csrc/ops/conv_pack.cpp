@@ -53,7 +53,7 @@ void conv_unpack(StableIValue* stack, uint64_t, uint64_t) {
   }
   check_conv_packed(kOp, header, layout);
 
-  Tensor weight = Tensor::empty(sizes.data(), sizes.size(), dtype);
+  Tensor weight = Tensor::empty_weight(sizes.data(), sizes.size(), dtype);
   unpack_conv_matrix(kOp, layout, arguments.packed.data(),
                      weight_view(layout, weight.mutable_data(), dtype, weight.strides()));
   return_tensor(stack, 0, std::move(weight));

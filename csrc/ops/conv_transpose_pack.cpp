@@ -72,7 +72,7 @@ void conv_transpose_unpack(StableIValue* stack, uint64_t, uint64_t) {
   }
   const std::vector<int64_t> offsets = phase_offsets(kOp, phases, dtype);
   const auto* bytes = static_cast<const uint8_t*>(arguments.packed.data());
-  Tensor weight = Tensor::empty(sizes.data(), sizes.size(), dtype);
+  Tensor weight = Tensor::empty_weight(sizes.data(), sizes.size(), dtype);
   for (size_t i = 0; i < phases.phases.size(); ++i) {
     const ConvPhase& phase = phases.phases[i];
     unpack_conv_matrix(kOp, phase.layout, bytes + offsets[i],

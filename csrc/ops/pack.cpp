@@ -117,7 +117,7 @@ PackedHeader expected_header(const char* op, const Tensor& packed, DType dtype, 
 
 Tensor empty_matrix(const PackedHeader& header) {
   const int64_t sizes[2] = {header.n, header.k};
-  return Tensor::empty(sizes, 2, header.dtype);
+  return Tensor::empty_weight(sizes, 2, header.dtype);
 }
 
 struct UnpackArguments {
