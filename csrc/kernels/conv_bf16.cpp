@@ -15,8 +15,10 @@ void conv_bf16(const ConvCall& call) {
   using Block = TileBlock<TileBf16, kLongTiles>;
   const RasterPlan<Block> plan(call);
   if (plan.chosen(call, product_call(call, 0).weight.panels)) return conv_on_raster(call, plan);
-  const RasterPlan<Block> line_plan(call, true);
-  if (lines_chosen(call, line_plan)) return conv_on_lines(call, line_plan);
+  if (lines_fit(call)) {
+    const RasterPlan<Block> line_plan(call, true);
+    if (lines_chosen(call, line_plan)) return conv_on_lines(call, line_plan);
+  }
   if (call.weight.k_tiles <= kShortTiles) return conv_with<TileBlock<TileBf16, kShortTiles>>(call);
   conv_with<Block>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16

@@ -60,18 +60,24 @@ inline PackedWeight with_whole_lines(const PackedWeight& weight, const KernelLin
   return result;
 }
 
-template <class Block>
-bool lines_chosen(const ConvCall& call, const RasterPlan<Block>& plan) {
+// Whether a line of the kernel can be a row, and several rows of outputs share a line of the image. Asked before there
+// is a plan, whose arithmetic most convolutions on patches need not pay for.
+inline bool lines_fit(const ConvCall& call) {
   constexpr int64_t kMostWeightBytes = 128 << 10;
   const PatchesView& v = call.input;
+  if (call.products != 1 || v.channels == 0 || v.dilation[2] != 1) return false;
   const KernelLines lines(call);
-  const bool shared = lines.count > v.stride[0] * v.stride[1];
-  if (call.products != 1 || v.channels == 0 || v.dilation[2] != 1 || !shared || !plan.fits) return false;
-  if (lines.weight_bytes(call.weight) > kMostWeightBytes) return false;
+  return lines.count > v.stride[0] * v.stride[1] && lines.weight_bytes(call.weight) <= kMostWeightBytes;
+}
+
+template <class Block>
+bool lines_chosen(const ConvCall& call, const RasterPlan<Block>& plan) {
+  if (!plan.fits) return false;
   if (call.tuning.path != TunedPath::automatic) return call.tuning.path == TunedPath::raster;
   // In products of a row block with a panel: a patch costs one for each step, and five for the short copies of a line.
+  const KernelLines lines(call);
   const int64_t panels = call.weight.panels;
-  const int64_t patches = ceil_div(call.images * output_positions(v), Block::kRows);
+  const int64_t patches = ceil_div(call.images * output_positions(call.input), Block::kRows);
   return plan.blocks * lines.k_tiles() * panels <= patches * (call.weight.k_tiles * (panels + 1) + 5 * lines.count);
 }
 

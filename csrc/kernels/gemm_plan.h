@@ -16,7 +16,6 @@ struct Range {
 XOPT_INLINE Range share(int64_t total, int64_t parts, int64_t part) {
   return {total * part / parts, total * (part + 1) / parts};
 }
-XOPT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class Block>
 struct GemmPlan {

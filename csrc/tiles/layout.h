@@ -14,6 +14,7 @@ inline constexpr int64_t kTileBytes = 1024;
 // Values of k that lie side by side for one column, and k values in a tile.
 constexpr int64_t packed_group(DType dtype) { return 4 / dtype_size(dtype); }
 constexpr int64_t packed_tile_k(DType dtype) { return kTileRows * packed_group(dtype); }
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return ceil_div(value, multiple) * multiple; }
 
 }  // namespace xopt

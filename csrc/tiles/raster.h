@@ -33,7 +33,7 @@ class Raster {
     }
     ++span_;
     // Long pixels that are a multiple of many lines would all fall into few sets of L1.
-    const int64_t lines = ceil_lines(view.channels * kElement);
+    const int64_t lines = ceil_div(view.channels * kElement, 64);
     pitch_ = 64 * (lines >= 8 ? lines | 1 : lines);
   }
 
@@ -47,7 +47,7 @@ class Raster {
 
   // Steps along k, of so many channels of a place of the kernel each.
   int64_t steps(int64_t tile_k) const {
-    const int64_t of_place = (view_.channels + tile_k - 1) / tile_k;
+    const int64_t of_place = ceil_div(view_.channels, tile_k);
     return maximum<int64_t>(1, view_.kernel[0] * view_.kernel[1] * view_.kernel[2] * of_place);
   }
 
@@ -131,7 +131,6 @@ class Raster {
     view.kernel[2] = 1;
     return view;
   }
-  static int64_t ceil_lines(int64_t bytes) { return (bytes + 63) / 64; }
   static int64_t greatest_divisor(int64_t a, int64_t b) {
     while (b != 0) {
       const int64_t rest = a % b;
