@@ -47,11 +47,8 @@ void attend(DType dtype, const AttentionCall& call) {
   if (heads == 0 || call.queries == 0 || call.value_depth == 0) return;
   const Plan plan = plan_of(stream, dtype, call);
   const std::string local = std::to_string(plan.local), rows = std::to_string(plan.tiling.rows());
-  sycl::kernel& kernel = stream.kernel("attention", dtype_name(dtype) + (" " + local + " " + rows), [&] {
-    Options options = plan.tiling.options(dtype);
-    options.push_back("-DXOPT_LOCAL=" + local);
-    return options;
-  });
+  sycl::kernel& kernel = stream.kernel("attention", dtype_name(dtype) + (" " + local + " " + rows),
+                                       [&] { return attention_options(plan.tiling, dtype, plan.local); });
   const auto lanes = static_cast<size_t>(plan.tiling.lanes);
   const auto blocks = static_cast<size_t>(ceil_div(call.queries, plan.tiling.rows()));
   stream.launch(kernel, {{static_cast<size_t>(heads), blocks, lanes}, {1, 1, lanes}}, call);

@@ -27,9 +27,7 @@ void conv_depthwise(const ConvCall& call) {
   Stream& stream = Stream::current();
   const int64_t rows = call.images * output_positions(call.input);
   if (rows == 0 || call.weight.n == 0) return;
-  const int lanes = stream.lanes();
-  sycl::kernel& kernel =
-      stream.kernel("conv_depthwise", "", [&] { return Options{"-DXOPT_SG=" + std::to_string(lanes)}; });
+  sycl::kernel& kernel = stream.kernel("conv_depthwise", "", [&] { return lane_options(stream.lanes()); });
   const OutPositions* apart = call.epilogue.positions;
   const auto channels = static_cast<size_t>(round_up(call.weight.n, kPanelColumns));
   const size_t items = kPanelColumns;

@@ -5,18 +5,17 @@ namespace xopt::sycl_device {
 
 std::vector<Build> gpu_builds(const TileShape& tile) {
   constexpr bool kMatrix = true, kCpu = false;
-  const std::string lanes = "-DXOPT_SG=" + std::to_string(tile.n), local = "-DXOPT_LOCAL=" + std::to_string(48 << 10);
+  constexpr int64_t kLocalBytes = 48 << 10;
   std::vector<Build> builds;
   for (const DType dtype : {DType::bf16, DType::f16, DType::s8, DType::u8}) {
     const Tiling tiling = Tiling::of(dtype, tile, kMatrix, kCpu);
     builds.push_back({"gemm.sycl", product_options(tiling, dtype)});
     if (dtype == DType::s8 || dtype == DType::u8) continue;
     builds.push_back({"conv.sycl", product_options(tiling, dtype)});
-    Options attention = tiling.options(dtype);
-    attention.push_back(local);
-    builds.push_back({"attention.sycl", attention});
+    builds.push_back({"attention.sycl", attention_options(tiling, dtype, kLocalBytes)});
   }
-  for (const char* source : {"norm.sycl", "rotary.sycl", "conv_depthwise.sycl"}) builds.push_back({source, {lanes}});
+  for (const char* source : {"norm.sycl", "rotary.sycl", "conv_depthwise.sycl"})
+    builds.push_back({source, lane_options(tile.n)});
   return builds;
 }
 

@@ -10,7 +10,7 @@ inline constexpr int kChunk = 512;  // values of a row of A in local memory at o
 
 inline Options product_options(const Tiling& tiling, DType dtype) {
   Options options = tiling.options(dtype);
-  options.push_back("-DXOPT_CHUNK=" + std::to_string(kChunk));
+  options.push_back(build_option("CHUNK", kChunk));
   return options;
 }
 

@@ -11,8 +11,7 @@ constexpr int64_t kItemsOfAGroup = 128;
 
 void rotary(const RotaryCall& call) {
   Stream& stream = Stream::current();
-  sycl::kernel& kernel =
-      stream.kernel("rotary", "", [&] { return Options{"-DXOPT_SG=" + std::to_string(stream.lanes())}; });
+  sycl::kernel& kernel = stream.kernel("rotary", "", [&] { return lane_options(stream.lanes()); });
   for (int32_t which = 0; which < 2; ++which) {
     const int64_t columns = call.rotated / 2 + (call.depth - call.rotated);
     const int64_t items = call.batch * call.tensors[which].heads * call.positions * columns;

@@ -61,17 +61,14 @@ Tiling Tiling::of(DType dtype, const TileShape& tile, bool matrix, bool is_cpu) 
 }
 
 Options Tiling::options(DType dtype) const {
-  const auto option = [](const char* name, int value) {
-    return std::string("-DXOPT_") + name + "=" + std::to_string(value);
-  };
   return {std::string("-DXOPT_DTYPE_") + dtype_name(dtype),
-          option("MATRIX", matrix ? 1 : 0),
-          option("TM", tile.m),
-          option("TN", tile.n),
-          option("TK", tile.k),
-          option("SG", lanes),
-          option("TILES_M", tiles_m),
-          option("SUBGROUPS", sub_groups)};
+          build_option("MATRIX", matrix ? 1 : 0),
+          build_option("TM", tile.m),
+          build_option("TN", tile.n),
+          build_option("TK", tile.k),
+          build_option("SG", lanes),
+          build_option("TILES_M", tiles_m),
+          build_option("SUBGROUPS", sub_groups)};
 }
 
 Stream::Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced, bool waits)

@@ -13,6 +13,7 @@
 #include "runtime/registry.h"
 #include "sycl/device.h"
 #include "sycl/program.h"
+#include "tiles/layout.h"
 
 namespace xopt::sycl_device {
 
@@ -37,6 +38,17 @@ struct Tiling {
   Options options(DType dtype) const;
   int rows() const { return tile.m * tiles_m; }
 };
+
+inline std::string build_option(const char* name, int64_t value) {
+  return std::string("-DXOPT_") + name + "=" + std::to_string(value);
+}
+// Of kernels without tiles.
+inline Options lane_options(int lanes) { return {build_option("SG", lanes)}; }
+inline Options attention_options(const Tiling& tiling, DType dtype, int64_t local_bytes) {
+  Options options = tiling.options(dtype);
+  options.push_back(build_option("LOCAL", local_bytes));
+  return options;
+}
 
 class Stream final : public Offload {
  public:
@@ -105,8 +117,6 @@ class Stream final : public Offload {
 
 // The kernels that streams have; a source registers its own.
 KernelRecord*& first_sycl_kernel();
-
-inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 }  // namespace xopt::sycl_device
 
