@@ -49,6 +49,7 @@ bool prepare(Outputs* all) {
   return all->usable;
 }
 
+// Nothing where no more is held.
 void trim(Outputs* all) { all->extents.trim(all->extents.live_bytes() + kept.load(std::memory_order_relaxed)); }
 
 }  // namespace
@@ -70,7 +71,7 @@ void output_free(void* data) {
   Outputs& all = outputs();
   const std::lock_guard lock(all.mutex);
   all.extents.release(data);
-  if (all.extents.held_bytes() - all.extents.live_bytes() > kept.load(std::memory_order_relaxed)) trim(&all);
+  trim(&all);
 }
 
 void set_kept_output_bytes(uint64_t bytes) {
