@@ -50,6 +50,11 @@ class Capabilities:
     huge_pages: str
     cgroup: machine.CgroupLimits
 
+    @property
+    def present_features(self) -> tuple[str, ...]:
+        """In alphabetical order."""
+        return tuple(sorted(name for name, present in self.features.items() if present))
+
 
 def capabilities() -> Capabilities:
     """What this machine and this build can do, at present."""

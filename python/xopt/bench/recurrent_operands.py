@@ -12,22 +12,22 @@ import xopt
 
 _LAYERS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
 _SEED = 7
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def fill_recurrent(made: dict[str, Any], named: dict[str, Any]) -> None:
-    """Puts the packed weights of `layers_of` in the place of what was made, and lengths that there can be."""
+def fill_recurrent(made: dict[str, Any], named: dict[str, Any], dtype: torch.dtype) -> None:
+    """Puts the packed weights of `layers_of` of this dtype in the place of what was made, and lengths that
+    there can be."""
     features = made["input"].shape[-1]
     key = tuple(sorted((name, value) for name, value in named.items() if isinstance(value, (bool, int, str))))
-    made["weights"] = [held.clone() for held in _packed_weights(key, features, named["computed in"])]
+    made["weights"] = [held.clone() for held in _packed_weights(key, features, dtype)]
     assert [list(held.shape) for held in made["weights"]] == [each["shape"] for each in named["weights"]]
     if made.get("batch_sizes") is not None:
         made["batch_sizes"] = lengths(made["batch_sizes"].numel(), made["hidden"].shape[1], made["input"].shape[0])
 
 
 @functools.lru_cache(maxsize=1)
-def _packed_weights(key: tuple[tuple[str, Any], ...], features: int, dtype: str) -> list[torch.Tensor]:
-    packed: Any = xopt.optimize(layers_of(dict(key), features), dtype=_DTYPES[dtype])
+def _packed_weights(key: tuple[tuple[str, Any], ...], features: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    packed: Any = xopt.optimize(layers_of(dict(key), features), dtype=dtype)
     parameters = [packed._parameters[name] for name in packed._flat_weights_names]
     return [each.place.packed if hasattr(each, "place") else each.detach() for each in parameters]
 

@@ -30,14 +30,25 @@ class Contender:
 
 def levels_of(kernel: dict[str, Any]) -> list[str]:
     """The levels up to this CPU's that have an instance of a kernel of ours."""
+    name = _kernel_of(kernel)
+    return instance_levels(name, kernel["dtype"]) if name is not None else []
+
+
+def _kernel_of(kernel: dict[str, Any]) -> str | None:
+    """The name in the registry of what an operator of ours runs."""
     cost = xopt.ops.costs.COSTS.get(kernel["operator"].removeprefix("xopt::"))
-    return instance_levels(cost.kernel, kernel["dtype"]) if cost is not None else []
+    return cost.kernel if cost is not None else None
+
+
+def _registered_dtype(dtype: str) -> str:
+    """Of a kernel whose input has this dtype."""
+    return {"s8": "s8s8", "u8": "u8s8"}.get(dtype, dtype)
 
 
 def instance_levels(kernel: str, dtype: str) -> list[str]:
     usable = xopt.capabilities().levels
     records = [record for record in xopt.kernels() if record.name == kernel and record.isa in usable]
-    wanted = {"s8": "s8s8", "u8": "u8s8"}.get(dtype, dtype)
+    wanted = _registered_dtype(dtype)
     if not any(record.dtype == wanted for record in records):
         wanted = "f32"  # kernels that compute in fp32 whatever the dtype
     return [record.isa for record in records if record.dtype == wanted]
@@ -52,11 +63,10 @@ def ours_at_levels(name: str, kernel: str, dtype: str, all_instances: bool) -> I
 
 def blockings_of(kernel: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     """What autotuning would try beside levels, where it has a say in the kernel."""
-    cost = xopt.ops.costs.COSTS.get(kernel["operator"].removeprefix("xopt::"))
-    dtype = {"s8": "s8s8", "u8": "u8s8"}.get(kernel["dtype"], kernel["dtype"])
-    if cost is None or cost.kernel not in ("gemm", "conv") or kernel["operator"] == "xopt::recurrent":
+    name, dtype = _kernel_of(kernel), _registered_dtype(kernel["dtype"])
+    if name not in ("gemm", "conv") or kernel["operator"] == "xopt::recurrent":
         return []
-    if dtype not in {record.dtype for record in xopt.kernels() if record.name == cost.kernel}:
+    if dtype not in {record.dtype for record in xopt.kernels() if record.name == name}:
         return []
-    found = _C.tuning_candidates(cost.kernel, dtype, torch.get_num_threads())
-    return [(name, tuple(choice)) for name, choice in found if choice[0] < 0]
+    found = _C.tuning_candidates(name, dtype, torch.get_num_threads())
+    return [(instance, tuple(choice)) for instance, choice in found if choice[0] < 0]

@@ -145,7 +145,7 @@ _PACKERS: dict[str, Callable[[Named, torch.Generator], torch.Tensor]] = {
 
 def _pack_weights(op: str, made: Named, named: Named, generator: torch.Generator) -> None:
     if op == "recurrent":
-        fill_recurrent(made, named)
+        fill_recurrent(made, named, dtype_of(named["computed in"]))
     elif op in _PACKERS:
         made["packed"] = _PACKERS[op](named, generator)
     elif any("packed" in name for name in named):

@@ -31,7 +31,7 @@ def identity(threads: int) -> dict[str, object]:
     return {
         "cpu": found.cpu,
         "level": found.level,
-        "features": sorted(name for name, present in found.features.items() if present),
+        "features": list(found.present_features),
         "cpus": len(found.affinity),
         "threads": threads,
         "version": found.xopt_version,

@@ -50,7 +50,7 @@ def machine_identity() -> str:
     found = capabilities()
     facts = {
         "cpu": found.cpu,
-        "features": sorted(name for name, present in found.features.items() if present),
+        "features": list(found.present_features),
         "caches": [found.caches.l1d_bytes, found.caches.l2_bytes, found.caches.l3_bytes],
         "emulated": found.emulated,
     }
