@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xopt
+from xopt import _C
 
 torch.manual_seed(0)
 X = torch.randn(2, 5, 64)
@@ -679,3 +680,12 @@ def test_a_block_does_not_return_what_it_was_given() -> None:
         for _ in range(2):
             model(x)[1].zero_()
     assert torch.equal(x, X)
+
+
+def test_a_guard_wants_modules_after_their_parents() -> None:
+    guard, module = _C.ModuleGuard(0), nn.Identity()
+    with pytest.raises(ValueError, match="parent: expected an earlier module's place, below 1, got 1"):
+        guard.add(1, "child", weakref.ref(module), 0)
+    guard.add_container(3, "sizes", {})
+    with pytest.raises(IndexError, match="container"):
+        guard(module)
