@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.test_conv_chain import random_calls
 from xopt import _C
 from xopt.modules.packed_parameter import PackedParameter
 
@@ -38,6 +39,7 @@ SCHEMAS = {
     "-> (Tensor out, Tensor last_hidden, Tensor last_cell)",
     "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
     "float? scale_h=None, float? scale_w=None) -> Tensor",
+    "conv_chain": "conv_chain(Tensor[] tensors, int[] links, float[] parameters, str names, int[] wanted) -> Tensor[]",
     "conv_transpose": "conv_transpose(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, "
     "int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups=1, Tensor? scale=None, "
     'str activation="none", float alpha=0., float beta=0., str binary="none", Tensor? other=None, '
@@ -257,6 +259,12 @@ def samples_conv_transpose_unpack() -> Iterator[Call]:
         taps = (options["stride"], options["dilation"])
         packed = ops.conv_transpose_pack(weight, groups, **options)
         yield (packed, list(weight.shape), groups, *taps, torch.bfloat16), {}
+
+
+def samples_conv_chain() -> Iterator[Call]:
+    for seed in range(6):
+        calls = random_calls(seed)
+        yield calls.arguments(range(len(calls.links))), {}
 
 
 def samples_conv_transpose() -> Iterator[Call]:

@@ -139,6 +139,7 @@ class Stack {
   AtenTensorHandle tensor() { return pop<AtenTensorHandle>(); }
   AtenTensorHandle optional_tensor() { return pop<std::optional<AtenTensorHandle>>().value_or(nullptr); }
   StableListHandle integers() { return pop<StableListHandle>(); }
+  StableListHandle numbers() { return pop<StableListHandle>(); }
   StableListHandle tensors() { return pop<StableListHandle>(); }
   StringHandle string() { return pop<StringHandle>(); }
   int64_t integer() { return pop<int64_t>(); }

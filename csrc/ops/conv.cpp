@@ -61,6 +61,8 @@ PatchesView geometry(const ConvArguments& arguments, const ConvLayout& layout) {
   return view;
 }
 
+}  // namespace
+
 void conv(StableIValue* stack, uint64_t, uint64_t) {
   ConvArguments arguments{Stack(stack)};
   Tensor& input = arguments.input;
@@ -88,8 +90,6 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
   }
   return_tensor(stack, 0, std::move(out));
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(

@@ -31,4 +31,7 @@ bool takes_any_layout(const PatchesView& view, const ConvLayout& layout);
 // `input`: the tensor that the call's view is of.
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout);
 
+// The operator xopt::conv, as torch calls it.
+void conv(StableIValue* stack, uint64_t, uint64_t);
+
 }  // namespace xopt::ops

@@ -22,6 +22,7 @@ from xopt.graph.record import OtherSizes, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, is_symbolic
 from xopt.modules.base import Replacement, derive
+from xopt.modules.conv_chain import chain_convolutions
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 
 _log = logging.getLogger("xopt")
@@ -99,6 +100,7 @@ class Programs:
                 raise CannotRecord("its inputs are not on the CPU")
             recorder = record(module, forward, args, kwargs)
             fused = apply_patterns(recorder, self.config)
+            chain_convolutions(recorder.graph)
             program = Program(module, recorder) if fused else None
         except CannotRecord as problem:
             self.problem = str(problem)

@@ -158,18 +158,20 @@ def run(
 
 
 def _padding(module: Any, pad: Sequence[int] = ()) -> tuple[int, ...]:
-    return _amounts(_hashable(module.padding), tuple(module.kernel_size), tuple(module.dilation), tuple(pad))
+    return amounts_of(module.padding, module.kernel_size, module.dilation, pad)
 
 
-def _hashable(padding: Any) -> str | tuple[int, ...]:
-    return padding if isinstance(padding, str) else tuple(padding)
+def amounts_of(
+    padding: Any, kernel: Sequence[int], dilation: Sequence[int], pad: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Zeros before and after, for each spatial dimension. `pad` has those of the last dimension first."""
+    return _amounts(padding if isinstance(padding, str) else tuple(padding), tuple(kernel), tuple(dilation), tuple(pad))
 
 
 @functools.lru_cache(maxsize=1024)  # asked before each product
 def _amounts(
     padding: str | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...], pad: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Zeros before and after, for each spatial dimension. `pad` has those of the last dimension first."""
     amounts: list[int] = []
     for place, (size, step_) in enumerate(zip(kernel, dilation, strict=True)):
         if padding == "same":
@@ -183,9 +185,9 @@ def _amounts(
     return tuple(amounts)
 
 
-def output_shape(module: Any, input: torch.Tensor, pad: Sequence[int] = ()) -> tuple[int, ...]:
+def output_shape_of(module: Any, input_shape: Sequence[int], pad: Sequence[int] = ()) -> tuple[int, ...]:
     geometry = (tuple(module.kernel_size), tuple(module.stride), _padding(module, pad), tuple(module.dilation))
-    return _output_shape(tuple(input.shape), module.out_channels, geometry)
+    return _output_shape(tuple(input_shape), module.out_channels, geometry)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -212,7 +214,9 @@ def conv(
     bias: torch.Tensor | None = module._parameters["bias"]
     if pad and (module.padding_mode != "zeros" or min(pad) < 0):
         input, pad = functional.pad(input, pad), ()
-    if not has_packed_weight(module) or (other is not None and other.shape != output_shape(module, input, pad)):
+    if not has_packed_weight(module) or (
+        other is not None and other.shape != output_shape_of(module, input.shape, pad)
+    ):
         input = functional.pad(input, pad) if pad else input
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -98,6 +99,25 @@ def _conv(
     spatial = output_sizes(input.shape[2:], weight_size[2:], stride, padding, dilation)
     memory = input.new_empty((input.shape[0], *spatial, weight_size[0]), dtype=out_dtype or input.dtype)
     return memory.movedim(-1, 1)
+
+
+@fake_of("conv_chain")
+def _conv_chain(
+    tensors: Sequence[Tensor], links: Sequence[int], parameters: Sequence[float], names: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    values = list(tensors)
+    words, rest = iter(names.split(" ")), list(links)
+    while rest:
+        (*places, groups, last, dtype, dims), rest = rest[:9], rest[9:]
+        sizes = [rest[: dims + 2], *(rest[dims + 2 :][k * dims : (k + 1) * dims] for k in range(4))]
+        rest = rest[2 + 5 * dims :]
+        input, packed, bias, scale, other = (None if place == -1 else values[place] for place in places)
+        assert input is not None and packed is not None, "a link without input or weight"  # noqa: PT018
+        fused = {"activation": next(words), "binary": next(words), "other": other, "activation_last": bool(last)}
+        geometry = {"stride": sizes[1], "padding": [*sizes[2], *sizes[3]], "dilation": sizes[4], "groups": groups}
+        options: dict[str, Any] = {**geometry, **fused, "scale": scale, "out_dtype": FLOATING[dtype]}
+        values.append(_conv(input, packed, sizes[0], bias, **options))
+    return [values[len(tensors) + result] for result in wanted]
 
 
 @cost_of("conv", category="conv", kernel="conv")
