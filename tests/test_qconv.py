@@ -177,6 +177,33 @@ def test_many_row_blocks_and_long_sums(dtype: str, weight_zero_point: str) -> No
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", ["u8", "s8"])
+def test_1x1_convolutions(dtype: str) -> None:
+    """Which are products without any view of patches."""
+    FAMILY.run_all(
+        QConvCase(
+            seed=seed,
+            images=2,
+            size=size,
+            kernel="x".join("1" * len(numbers(size))),
+            stride="x".join("1" * len(numbers(size))),
+            dilation="x".join("1" * len(numbers(size))),
+            padding="x".join("0" * 2 * len(numbers(size))),
+            input=dtype,
+            channels=channels,
+            out_channels=37,
+            layout=layout,
+            out="s8",
+            output_scale=4.0,
+            weight_zero_point="rows" if seed % 2 else "none",
+            **EXACT,  # type: ignore[arg-type]
+        )
+        for seed, (size, channels, layout) in enumerate(
+            itertools.product(("11", "7x5", "3x2x4"), (1, 40, 65, 600), ("channels_last", "contiguous", "pixel_step"))
+        )
+    )
+
+
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=150, deadline=None)
 def test_any_geometry(seed: int) -> None:
