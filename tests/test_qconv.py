@@ -230,6 +230,7 @@ def qconv(
 
 X = torch.randint(0, 256, (2, 8, 6, 6), dtype=torch.uint8)
 W = torch.randint(-128, 128, (12, 8, 3, 3), dtype=torch.int8)
+ONE, ZERO = torch.ones(1), torch.zeros(1, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("zero_point", [0, 7, 255])
@@ -238,6 +239,31 @@ def test_an_image_of_zeros_gives_zeros_at_its_borders_too(zero_point: int) -> No
     zero = torch.tensor([zero_point], dtype=torch.int32)
     for weight, groups in ((W, 1), (W[:, :2], 4), (W[:8, :1], 8)):
         assert not qconv(x, weight, zero_point=zero, groups=groups, padding=[2, 1, 0, 3]).any()
+
+
+ZERO_SIZES = {
+    "no input channels": ((5, 0, 3, 3), (1, 0, 6, 6), 1),
+    "no output channels": ((0, 8, 3, 3), (1, 8, 6, 6), 1),
+    "no output channels of groups": ((0, 2, 3, 3), (1, 8, 6, 6), 4),
+    "nothing but padding": ((5, 8, 3, 3), (1, 8, 0, 6), 1),
+    "nothing but padding, depthwise": ((8, 1, 3, 3), (1, 8, 0, 0), 8),
+    "no images": ((5, 8, 3, 3), (0, 8, 5, 6), 1),
+}
+
+
+@pytest.mark.parametrize("weight_zero_point", [None, ZERO + 5])
+@pytest.mark.parametrize("name", ZERO_SIZES)
+def test_zero_sizes(name: str, weight_zero_point: Tensor | None) -> None:
+    """Empty sums, after which comes the bias."""
+    weight_size, size, groups = ZERO_SIZES[name]
+    weight, bias = torch.ones(weight_size, dtype=torch.int8), torch.randn(weight_size[0])
+    packed = ops.conv_pack_int8(weight, ONE, weight_zero_point, groups)
+    unpacked, scale, _ = ops.conv_unpack_int8(packed, weight_size, groups)
+    assert unpacked.shape == weight.shape
+    assert scale.shape == bias.shape
+    x = torch.ones(size, dtype=torch.uint8)
+    got = qconv(x, weight, zero_point=ZERO + 9, bias=bias, groups=groups, padding=[3] * 4, packed=packed)
+    assert torch.equal(got, bias[:, None, None].expand(got.shape))
 
 
 def test_as_torch_has_it_in_floats() -> None:
@@ -266,7 +292,6 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 # ---- Errors ---------------------------------------------------------------------------------------------------------
 
-ONE, ZERO = torch.ones(1), torch.zeros(1, dtype=torch.int32)
 FLOAT_PACKED = ops.conv_pack(W.float(), 1, dtype=torch.float32)
 ERRORS = {
     "dtype": (lambda: qconv(X.float(), W), r"input: expected dtype uint8 or int8, got float32"),
