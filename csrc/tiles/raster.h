@@ -36,7 +36,7 @@ class Raster {
     }
     ++span_;
     // Long pixels that are a multiple of many lines would all fall into few sets of L1.
-    const int64_t lines = ceil_div(view.channels * element_, 64);
+    const int64_t lines = maximum<int64_t>(1, ceil_div(view.channels * element_, 64));
     pitch_ = 64 * (lines >= 8 ? lines | 1 : lines);
   }
 
