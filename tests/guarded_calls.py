@@ -168,13 +168,15 @@ def rotary_calls(caller: Caller, positions: int, half: int, kept: int, dtype: to
         caller.call(f"rotary {where} {options}", torch.ops.xopt.rotary, query, key, cos, sin, **options)
 
 
+CONV_KERNELS = (((1, 1), 1, 0), ((3, 3), 1, 1), ((2, 3), 2, 0), ((7, 1), 3, 3))  # with stride and padding
+
+
 def conv_calls(
     caller: Caller, channels: int, out: int, size: int, packed_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Images lie with their channels last, so it is such memory that is placed at the guard page."""
     ops = torch.ops.xopt
-    kernels = (((1, 1), 1, 0), ((3, 3), 1, 1), ((2, 3), 2, 0), ((7, 1), 3, 3))
-    for (kernel, stride, padding), groups in itertools.product(kernels, (1, channels)):
+    for (kernel, stride, padding), groups in itertools.product(CONV_KERNELS, (1, channels)):
         where = f"{channels}x{size}x{size} by {kernel}, groups {groups}, {dtype} by {packed_dtype}"
         total = out if groups == 1 else channels
         weight = torch.randn(total, channels // groups, *kernel).to(dtype)
@@ -198,6 +200,35 @@ def conv_calls(
         options = geometry | {"size": weight.shape}
         (result,) = caller.call(f"conv {where}", conv, pixels, packed, vectors[0], vectors[1], **options)
         caller.call(f"conv {where}, add", conv, pixels, packed, vectors[0], vectors[1], result, **options)
+
+
+def qconv_calls(caller: Caller, channels: int, out: int, size: int, dtype: torch.dtype) -> None:
+    ops = torch.ops.xopt
+    info, zero = torch.iinfo(dtype), torch.tensor([7], dtype=torch.int32)
+    for (kernel, stride, padding), groups in itertools.product(CONV_KERNELS, (1, channels)):
+        where = f"{channels}x{size}x{size} by {kernel}, groups {groups}, {dtype}"
+        total = out if groups == 1 else channels
+        weight = torch.randint(-128, 128, (total, channels // groups, *kernel), dtype=torch.int8)
+        pixels = torch.randint(info.min, info.max + 1, (2, size + 7, size, channels), dtype=dtype)
+        geometry = {"stride": [stride] * 2, "padding": [padding] * 4, "dilation": [1, 1], "groups": groups}
+        scales, zeros, bias = torch.rand(total), torch.randint(-9, 9, (total,), dtype=torch.int32), torch.randn(total)
+        for zero_points in (None, zeros):
+            (packed,) = caller.call(
+                f"conv_pack_int8 {where}", ops.conv_pack_int8, weight, scales, zero_points, groups=groups
+            )
+
+            def unpack(packed: Tensor, size: torch.Size = weight.shape, groups: int = groups) -> object:
+                return ops.conv_unpack_int8(packed, size, groups)
+
+            def qconv(
+                pixels: Tensor, scale: Tensor, zero: Tensor, packed: Tensor, bias: Tensor, **options: object
+            ) -> Tensor:
+                size, x = options.pop("size"), pixels.movedim(-1, 1)
+                return torch.as_tensor(ops.qconv(x, scale, zero, packed, size, bias, **options)).movedim(1, -1)
+
+            caller.call(f"conv_unpack_int8 {where}", unpack, packed)
+            options = geometry | {"size": weight.shape, "out_dtype": torch.int8}
+            caller.call(f"qconv {where}", qconv, pixels, scales[:1], zero, packed, bias, **options)
 
 
 def recurrent_calls(caller: Caller, batch: int, units: int, features: int, dtype: torch.dtype) -> None:
@@ -252,6 +283,8 @@ def main(mode: str) -> None:
         for packed_dtype in FLOATS:
             conv_calls(caller, channels, out, size, packed_dtype, FLOATS[index % 3])
             conv_calls(caller, channels, out, size, packed_dtype, packed_dtype)
+        for dtype in (torch.uint8, torch.int8):
+            qconv_calls(caller, channels, out, size, dtype)
     print(f"calls made: {caller.calls}")
 
 

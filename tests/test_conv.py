@@ -198,6 +198,14 @@ def test_any_geometry(seed: int) -> None:
     FAMILY.run(sample(random.Random(seed)))
 
 
+@pytest.mark.parametrize("dtype", [DTYPES[name] for name in cases.FLOATS])
+def test_no_input_channels(dtype: torch.dtype) -> None:
+    """Empty sums, after which comes the bias."""
+    bias = torch.randn(5).to(dtype)
+    got = conv(torch.ones(1, 0, 6, 6, dtype=dtype), torch.ones(5, 0, 3, 3, dtype=dtype), bias, padding=[3] * 4)
+    assert torch.equal(got, bias[:, None, None].expand(got.shape))
+
+
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     x, weight, deep = last(torch.randn(3, 40, 17, 19)), torch.randn(70, 20, 3, 3), torch.randn(40, 1, 3, 3)
     before = torch.get_num_threads()

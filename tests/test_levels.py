@@ -120,7 +120,9 @@ def test_packed_weights_are_the_same_bytes_on_every_level() -> None:
         "        digest.update(torch.ops.xopt.linear_pack(w, dtype=dtype).numpy().tobytes())\n"
         "        digest.update(torch.ops.xopt.linear_pack_gated(w, -w, dtype=dtype).numpy().tobytes())\n"
         "    s8 = (w * 50).clamp(-128, 127).to(torch.int8)\n"
-        "    digest.update(torch.ops.xopt.linear_pack_int8(s8, torch.rand(n, generator=g)).numpy().tobytes())\n"
+        "    scale = torch.rand(n, generator=g)\n"
+        "    digest.update(torch.ops.xopt.linear_pack_int8(s8, scale).numpy().tobytes())\n"
+        "    digest.update(torch.ops.xopt.conv_pack_int8(s8[..., None], scale).numpy().tobytes())\n"
         "print(digest.hexdigest())\n"
     )
     digests = {}

@@ -50,6 +50,9 @@ SCHEMAS = {
     "int[] dilation, ScalarType dtype) -> Tensor",
     "conv_pack": "conv_pack(Tensor weight, int groups=1, *, ScalarType dtype) -> Tensor",
     "conv_unpack": "conv_unpack(Tensor packed, int[] weight_size, int groups, ScalarType dtype) -> Tensor",
+    "conv_pack_int8": "conv_pack_int8(Tensor weight, Tensor scale, Tensor? zero_point=None, int groups=1) -> Tensor",
+    "conv_unpack_int8": "conv_unpack_int8(Tensor packed, int[] weight_size, int groups) "
+    "-> (Tensor weight, Tensor scale, Tensor zero_point)",
     "layer_norm": "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, "
     "float eps=1.0000000000000001e-05, Tensor? residual=None, "
     "bool return_sum=False, ScalarType? out_dtype=None) -> (Tensor out, Tensor sum)",
@@ -80,6 +83,11 @@ SCHEMAS = {
     "-> (Tensor weight, Tensor scale, Tensor zero_point)",
     "packed_rows": "packed_rows(Tensor packed, Tensor indices, int out_features, int in_features, ScalarType dtype) "
     "-> Tensor",
+    "qconv": "qconv(Tensor input, Tensor input_scale, Tensor? input_zero_point, Tensor packed, int[] weight_size, "
+    "Tensor? bias=None, *, int[] stride, int[] padding, int[] dilation, int groups=1, "
+    'str activation="none", float alpha=0., float beta=0., str binary="none", '
+    "Tensor? other=None, bool activation_last=False, ScalarType out_dtype=6, float output_scale=1., "
+    "int output_zero_point=0) -> Tensor",
     "qlinear": "qlinear(Tensor input, Tensor input_scale, Tensor? input_zero_point, Tensor packed, int out_features, "
     'Tensor? bias=None, *, str activation="none", float alpha=0., float beta=0., str binary="none", '
     "Tensor? other=None, bool activation_last=False, ScalarType out_dtype=6, float output_scale=1., "
@@ -277,6 +285,36 @@ def samples_conv_transpose() -> Iterator[Call]:
         out = ops.conv_transpose(x, packed, weight.shape, **geometry)
         yield (x, packed, list(weight.shape), random(total)), geometry
         yield (x, packed, list(weight.shape)), {**geometry, "binary": "add", "other": out, "out_dtype": torch.float32}
+
+
+def samples_qconv() -> Iterator[Call]:
+    for dtype, (size, groups) in itertools.product((torch.uint8, torch.int8), CONV_WEIGHTS):
+        dims = len(size) - 2
+        x = random(2, size[1] * groups, *(5, 6, 7)[:dims], dtype=dtype)
+        weight = ops.conv_pack_int8(random(*size, dtype=torch.int8), random(size[0]).abs(), None, groups)
+        geometry = {"stride": [2] * dims, "padding": [1, 0] * dims, "dilation": [1] * dims, "groups": groups}
+        zero_point = torch.tensor([3], dtype=torch.int32)
+        yield (x, torch.tensor([0.1]), zero_point, weight, list(size), random(size[0])), geometry
+        out = ops.qconv(x, torch.tensor(0.1), None, weight, list(size), **geometry)
+        yield (
+            (x.movedim(1, -1).contiguous().movedim(-1, 1), torch.tensor(0.1), None, weight, list(size)),
+            geometry | {"activation": "relu", "binary": "add", "other": out, "out_dtype": torch.bfloat16},
+        )
+        quantized = {"out_dtype": dtype, "output_scale": 9.0, "output_zero_point": 5}
+        yield (x[:0], torch.tensor([0.1]), zero_point, weight, list(size)), geometry | quantized
+
+
+def samples_conv_pack_int8() -> Iterator[Call]:
+    for size, groups in CONV_WEIGHTS:
+        weight, zero_points = random(*size, dtype=torch.int8), torch.arange(size[0], dtype=torch.int32)
+        yield (weight, random(1)), {"groups": groups}
+        yield (weight, random(size[0]), zero_points, groups), {}
+
+
+def samples_conv_unpack_int8() -> Iterator[Call]:
+    for size, groups in CONV_WEIGHTS:
+        weight = ops.conv_pack_int8(random(*size, dtype=torch.int8), random(size[0]), None, groups)
+        yield (weight, list(size), groups), {}
 
 
 def samples_conv_pack() -> Iterator[Call]:
@@ -767,6 +805,9 @@ def test_gradient_is_refused_not_lost() -> None:
         ops.rotary(HEADS, HEADS, ANGLES.clone().requires_grad_(), ANGLES)
     with pytest.raises(RuntimeError, match="xopt::qlinear: bias: requires a gradient"):
         ops.qlinear(Q, ONE, None, packed_int8(), N, bias)
+    quantized = ops.conv_pack_int8(random(2, 3, 1, dtype=torch.int8), ONE)
+    with pytest.raises(RuntimeError, match="xopt::qconv: bias: requires a gradient"):
+        ops.qconv(Q.view(1, 3, K), ONE, None, quantized, [2, 3, 1], torch.nn.Parameter(random(2)), **geometry)
 
 
 def test_without_grad_mode_parameters_are_fine() -> None:

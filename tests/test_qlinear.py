@@ -75,8 +75,8 @@ def sample(rng: random.Random) -> QLinearCase:
     )
 
 
-def scale_values(case: QLinearCase, count: int, generator: torch.Generator) -> Tensor:
-    if case.scales == "powers":
+def scale_values(kind: str, count: int, generator: torch.Generator) -> Tensor:
+    if kind == "powers":
         return torch.exp2(torch.randint(-4, 2, (count,), generator=generator).float())
     return torch.rand(count, generator=generator) * 0.05 + 0.001
 
@@ -94,8 +94,8 @@ def check(case: QLinearCase) -> None:
     lead, rows, dtype = cases.lead_dims(case.lead), cases.row_count(case.lead), DTYPES[case.input]
     x = cases.tensor(case.input_values, (*lead, case.k), dtype, generator, case.input_layout)
     weight = cases.tensor(case.weight_values, (case.n, case.k), torch.int8, generator, case.weight_layout)
-    input_scale = scale_values(case, rows if case.input_scale_rows else 1, generator)
-    weight_scale = scale_values(case, case.n if case.weight_scale_rows else 1, generator)
+    input_scale = scale_values(case.scales, rows if case.input_scale_rows else 1, generator)
+    weight_scale = scale_values(case.scales, case.n if case.weight_scale_rows else 1, generator)
     input_zero = zero_points(case.input_zero_point, dtype, rows, generator)
     weight_zero = zero_points(case.weight_zero_point, torch.int8, case.n, generator)
     bias = other = None

@@ -28,7 +28,7 @@ from xopt.tuning.store import Store
 from xopt.tuning.tuned import DEFAULT, Tuned
 
 CASES = 60
-TUNABLE = ("linear", "linear_gated", "linear_norm", "qlinear", "conv", "conv_transpose")
+TUNABLE = ("linear", "linear_gated", "linear_norm", "qlinear", "conv", "qconv", "conv_transpose")
 
 
 @pytest.fixture(autouse=True)

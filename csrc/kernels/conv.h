@@ -1,11 +1,16 @@
 // Convolutions in channels_last: the contract of the kernels "conv" of dtypes f32, bf16 and f16 (the packed weight's; the
-// input may be any of the three) and of "conv_depthwise" (dtype f32, that of its sums).
+// input may be any of the three) and of s8s8 and u8s8 (the input's dtype, then the weight's), and of "conv_depthwise" (f32
+// for all floats, s8s8 and u8s8).
 //
 // A convolution is a product C[m, n] = A[m, k] * W[n, k]^T with another view of A (PatchesView): m counts output
 // positions, n output channels, k positions of the kernel and within each the input channels. What follows the product
 // is as for GEMM. With several groups there is a product for each, or one for a few narrow groups that lie side by
 // side, whose weights then are zero between groups: a panel has 32 columns anyway. (An infinite or NaN input so reaches
 // the outputs of its neighbours too.) Each product's weights begin a panel of the packed weight.
+//
+// int8: one scale and one zero point for the whole input. Between the groups of a product, weights are not 0 but their
+// column's zero point, and padding is the input's: the sums of rows and columns then are right as they are, at borders
+// too.
 //
 // Depthwise: a group for each channel. Its packed weight is the matrix [channels, positions], whose tiles hold 16
 // channels of a position side by side, as the sums over positions want them.

@@ -5,7 +5,8 @@
 // kernel are copied to floats, with their padding, and each copy serves all output lines that it lies under; so what is
 // outside needs no look, and a bf16 value is converted once and not once for each position of the kernel. In a line,
 // eight neighbouring outputs of a vector of channels are summed in registers: a weight is loaded once for eight products.
-// Sums of a few positions then go through the epilogue of the GEMM family.
+// Sums of a few positions then go through the epilogue of the GEMM family. int8 goes the same way in 32-bit integers, from
+// which the zero points are taken on their way into the copies.
 #include "kernels/column_values.h"
 #include "kernels/conv.h"
 #include "kernels/epilogue.h"
@@ -25,11 +26,42 @@ constexpr int64_t kWeightBytes = 16 << 10;     // of a chunk, as floats
 constexpr int64_t kLineBytes = 256 << 10;      // of a chunk's copied lines
 constexpr int64_t kProductsOfAThread = 32768;  // fewer are not worth waking another thread
 
-// The weights of 16 channels, a tile's, at one position, as floats.
-void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, float* to) {
+// What lines and weights are copied to and multiplied in: floats, or 32-bit integers.
+XOPT_INLINE F load_value(const float* p) { return load(p); }
+XOPT_INLINE I load_value(const int32_t* p) { return load_int(p); }
+XOPT_INLINE void store_value(float* p, F x) { store(p, x); }
+XOPT_INLINE void store_value(int32_t* p, I x) { store_int(p, x); }
+XOPT_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }
+XOPT_INLINE I multiply_add(I a, I b, I c) { return add_int(mul_int(a, b), c); }
+
+template <class Value>
+struct ValueVector {
+  using Type = F;
+  static XOPT_INLINE F zero() { return set1(0.0F); }
+};
+template <>
+struct ValueVector<int32_t> {
+  using Type = I;
+  static XOPT_INLINE I zero() { return set1_int(0); }
+};
+
+// The weights of 16 channels, a tile's, at one position: a row of the tile, in which some positions lie side by side.
+const uint8_t* tile_row(const PackedWeight& w, int64_t channel, int64_t position) {
   const int64_t tile_k = packed_tile_k(w.dtype), group = packed_group(w.dtype);
-  const uint8_t* row = w.panel_data + channel / kPanelColumns * w.panel_bytes + position / tile_k * 2 * kTileBytes +
-                       channel % kPanelColumns / kTileColumns * kTileBytes + position % tile_k / group * 64;
+  return w.panel_data + channel / kPanelColumns * w.panel_bytes + position / tile_k * 2 * kTileBytes +
+         channel % kPanelColumns / kTileColumns * kTileBytes + position % tile_k / group * 64;
+}
+
+void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, int32_t* to) {
+  const auto* row = reinterpret_cast<const int8_t*>(tile_row(w, channel, position));
+  const int64_t group = packed_group(w.dtype);
+  for (int64_t i = 0; i < kTileColumns; ++i) {
+    to[i] = row[group * i + position % group] - (w.zero_point != nullptr ? w.zero_point[channel + i] : 0);
+  }
+}
+
+void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, float* to) {
+  const uint8_t* row = tile_row(w, channel, position);
   if (w.dtype == DType::f32) {
     __builtin_memcpy(to, row, kTileColumns * sizeof(float));
     return;
@@ -52,6 +84,18 @@ XOPT_INLINE F load_rounded(const In* p, int64_t count) {
   const F x = load_first(p, count);
   if constexpr (sizeof(Round) == 2) return round_to<Round>(x);
   return x;
+}
+
+// `count` channels of a pixel into a copied line. What the last vector has beyond them goes into no output.
+template <class Round, class In>
+XOPT_INLINE void copy_pixel(const In* x, int64_t count, int32_t, float* to) {
+  int64_t c = 0;
+  for (; c + kWidth <= count; c += kWidth) store(to + c, load_rounded<In, Round>(x + c, kWidth));
+  if (c < count) store(to + c, load_rounded<In, Round>(x + c, count - c));
+}
+template <class Round, class In>
+XOPT_INLINE void copy_pixel(const In* x, int64_t count, int32_t zero_point, int32_t* to) {
+  for (int64_t c = 0; c < count; ++c) to[c] = x[c] - zero_point;
 }
 
 // Positions [begin, end) of the kernel along one dimension that lie inside.
@@ -84,8 +128,11 @@ struct DepthwisePlan {
   int64_t chunk, pitch;  // channels of a chunk, and elements from a pixel of a copied line to the next
 };
 
-template <class In, class Round>
+template <class In, class Round, class Value>
 class DepthwiseThread {
+  using Vector = ValueVector<Value>;
+  using V = typename Vector::Type;
+
  public:
   DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, const DepthwisePlan& plan)
       : call_(call),
@@ -93,9 +140,9 @@ class DepthwiseThread {
         epilogue_call_(epilogue_call),
         epilogue_(epilogue),
         plan_(plan),
-        sums_(static_cast<size_t>(plan.chunk * kStripRows) * sizeof(float)),
-        weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(float)),
-        lines_(static_cast<size_t>(plan.slots * plan.width * plan.pitch) * sizeof(float)),
+        sums_(static_cast<size_t>(plan.chunk * kStripRows) * sizeof(Value)),
+        weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
+        lines_(static_cast<size_t>(plan.slots * plan.width * plan.pitch) * sizeof(Value)),
         held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
         line_(static_cast<size_t>(plan.slots) * sizeof(Line)) {}
 
@@ -114,7 +161,7 @@ class DepthwiseThread {
         for (int64_t c = 0; c < columns_; c += kWidth) sum_outputs(w + start, start, c);
       }
       EpilogueStrip strip = strip_;
-      strip.acc = sums_.as<float>();
+      strip.acc = sums_.as<Value>();
       strip.acc_panel_stride = kStripRows * kPanelColumns;
       strip.row = strip.out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w;
       strip.panel = channel / kPanelColumns;
@@ -126,7 +173,7 @@ class DepthwiseThread {
 
  private:
   struct Line {
-    const float* copy;
+    const Value* copy;
     int64_t weights;  // elements from the first weight of the chunk on
   };
 
@@ -140,7 +187,7 @@ class DepthwiseThread {
     values_.fill(call_.epilogue, false, call_.weight.n, channel, padded / kPanelColumns, &strip_);
     for (int64_t position = 0; position < plan_.positions; ++position) {
       for (int64_t c = 0; c < padded; c += kTileColumns) {
-        tile_weights(call_.weight, channel + c, position, weights_.as<float>() + position * plan_.chunk + c);
+        tile_weights(call_.weight, channel + c, position, weights_.as<Value>() + position * plan_.chunk + c);
       }
     }
   }
@@ -158,7 +205,7 @@ class DepthwiseThread {
       for (int64_t h = heights_.begin; h < heights_.end; ++h) {
         const int64_t depth = first_depth_ + d * v_.dilation[0], height = first_height_ + h * v_.dilation[1];
         const int64_t slot = slot_of(0, depth, d) * v_.kernel[1] + slot_of(1, height, h);
-        float* copy = lines_.as<float>() + slot * plan_.width * plan_.pitch;
+        Value* copy = lines_.as<Value>() + slot * plan_.width * plan_.pitch;
         int64_t& held = held_.as<int64_t>()[slot];
         if (held != depth * v_.in[1] + height) {
           held = depth * v_.in[1] + height;
@@ -169,43 +216,42 @@ class DepthwiseThread {
     }
   }
 
-  void copy_line(int64_t depth, int64_t height, float* line) const {
+  void copy_line(int64_t depth, int64_t height, Value* line) const {
     const In* from = static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
                      height * v_.in_stride[1] + channel_;
     for (int64_t i = 0; i < plan_.width; ++i, line += plan_.pitch) {
       const int64_t w = i - v_.padding[2];
       const bool inside = w >= 0 && w < v_.in[2];
-      const In* x = from + (inside ? w * v_.in_stride[2] : 0);
-      int64_t c = 0;
-      for (; c + kWidth <= columns_; c += kWidth) {
-        store(line + c, inside ? load_rounded<In, Round>(x + c, kWidth) : set1(0.0F));
+      if (inside) {
+        copy_pixel<Round>(from + w * v_.in_stride[2], columns_, v_.zero, line);
+      } else {
+        for (int64_t c = 0; c < columns_; c += kWidth) store_value(line + c, Vector::zero());
       }
-      if (c < columns_) store(line + c, inside ? load_rounded<In, Round>(x + c, columns_ - c) : set1(0.0F));
     }
   }
 
   // Eight outputs of the line from w on, for a vector of channels.
   void sum_outputs(int64_t w, int64_t row, int64_t c) {
     const int64_t step = v_.stride[2] * plan_.pitch, position_step = v_.dilation[2] * plan_.pitch;
-    F acc[kOutputs];
+    V acc[kOutputs];
 #pragma GCC unroll 8
-    for (int64_t r = 0; r < kOutputs; ++r) acc[r] = set1(0.0F);
+    for (int64_t r = 0; r < kOutputs; ++r) acc[r] = Vector::zero();
     const Line* lines = line_.as<Line>();
     for (int64_t l = 0; l < line_count_; ++l) {
-      const float* x = lines[l].copy + w * step + c;
-      const float* weights = weights_.as<float>() + lines[l].weights + c;
+      const Value* x = lines[l].copy + w * step + c;
+      const Value* weights = weights_.as<Value>() + lines[l].weights + c;
       for (int64_t position = 0; position < v_.kernel[2]; ++position) {
-        const F weight = load(weights);
+        const V weight = load_value(weights);
 #pragma GCC unroll 8
-        for (int64_t r = 0; r < kOutputs; ++r) acc[r] = fma(load(x + r * step), weight, acc[r]);
+        for (int64_t r = 0; r < kOutputs; ++r) acc[r] = multiply_add(load_value(x + r * step), weight, acc[r]);
         x += position_step;
         weights += plan_.chunk;
       }
     }
-    float* sums =
-        sums_.as<float>() + c / kPanelColumns * kStripRows * kPanelColumns + row * kPanelColumns + c % kPanelColumns;
+    Value* sums =
+        sums_.as<Value>() + c / kPanelColumns * kStripRows * kPanelColumns + row * kPanelColumns + c % kPanelColumns;
 #pragma GCC unroll 8
-    for (int64_t r = 0; r < kOutputs; ++r) store(sums + r * kPanelColumns, acc[r]);
+    for (int64_t r = 0; r < kOutputs; ++r) store_value(sums + r * kPanelColumns, acc[r]);
   }
 
   const ConvCall& call_;
@@ -222,11 +268,12 @@ class DepthwiseThread {
   Inside depths_, heights_;
 };
 
-template <class In, class Round>
+template <class In, class Round, class Value>
 void depthwise_of(const ConvCall& call) {
-  static Kernel<SelectEpilogueFn> select("epilogue", "f32");
+  static Kernel<SelectEpilogueFn> select("epilogue", sizeof(In) == 1 ? "s32" : "f32");
   const PatchesView& v = call.input;
-  const GemmCall gemm{call.images * output_positions(v), {}, call.weight, call.epilogue};
+  GemmCall gemm{call.images * output_positions(v), {}, call.weight, call.epilogue};
+  gemm.weight.zero_point = gemm.epilogue.row_zero_point = nullptr;  // their part is not in the sums
   EpilogueFn* epilogue = nullptr;
   select(gemm, &epilogue);
   const DepthwisePlan plan(v);
@@ -235,7 +282,7 @@ void depthwise_of(const ConvCall& call) {
   const int64_t wanted = gemm.m * v.channels * plan.positions / kProductsOfAThread + 1;
   const int64_t threads = minimum(minimum<int64_t>(max_threads(), parts), wanted);
   parallel(static_cast<int>(threads), [&](int thread, int count) {
-    DepthwiseThread<In, Round> part(call, gemm, epilogue, plan);
+    DepthwiseThread<In, Round, Value> part(call, gemm, epilogue, plan);
     for (int64_t i = parts * thread / count; i < parts * (thread + 1) / count; ++i) {
       part.run(i / (chunks * lines), i / lines % chunks * plan.chunk, i % lines);
     }
@@ -244,17 +291,23 @@ void depthwise_of(const ConvCall& call) {
 
 template <class In>
 void depthwise_from(const ConvCall& call) {
-  if (call.weight.dtype == call.input.dtype || call.weight.dtype == DType::f32) return depthwise_of<In, None>(call);
-  return call.weight.dtype == DType::bf16 ? depthwise_of<In, Bf16>(call) : depthwise_of<In, F16>(call);
+  if (call.weight.dtype == call.input.dtype || call.weight.dtype == DType::f32)
+    return depthwise_of<In, None, float>(call);
+  return call.weight.dtype == DType::bf16 ? depthwise_of<In, Bf16, float>(call) : depthwise_of<In, F16, float>(call);
 }
 
-void conv_depthwise(const ConvCall& call) {
+void conv_depthwise_f32(const ConvCall& call) {
   if (call.input.dtype == DType::f32) return depthwise_from<float>(call);
   return call.input.dtype == DType::bf16 ? depthwise_from<Bf16>(call) : depthwise_from<F16>(call);
 }
 
+void conv_depthwise_s8s8(const ConvCall& call) { depthwise_of<int8_t, None, int32_t>(call); }
+void conv_depthwise_u8s8(const ConvCall& call) { depthwise_of<uint8_t, None, int32_t>(call); }
+
 }  // namespace
 
-XOPT_REGISTER_KERNEL(conv_depthwise, f32, conv_depthwise);
+XOPT_REGISTER_KERNEL(conv_depthwise, f32, conv_depthwise_f32);
+XOPT_REGISTER_KERNEL(conv_depthwise, s8s8, conv_depthwise_s8s8);
+XOPT_REGISTER_KERNEL(conv_depthwise, u8s8, conv_depthwise_u8s8);
 
 }  // namespace xopt::XOPT_ISA

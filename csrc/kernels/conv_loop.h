@@ -95,11 +95,13 @@ ConvCall converted(const ConvCall& call, typename Block::A* to) {
 
 template <class Block>
 void conv_with(const ConvCall& call) {
-  if (call.input.channel_stride != 1 || (sizeof(typename Block::A) == 2 && converts_often(call))) {
-    const PatchesView& v = call.input;
-    const int64_t elements = call.images * v.in[0] * v.in[1] * v.in[2] * call.products * v.channels;
-    const Scratch input(static_cast<size_t>(elements) * sizeof(typename Block::A));
-    return conv_with<Block>(converted<Block>(call, input.as<typename Block::A>()));
+  if constexpr (!Block::kIsInt) {
+    if (call.input.channel_stride != 1 || (sizeof(typename Block::A) == 2 && converts_often(call))) {
+      const PatchesView& v = call.input;
+      const int64_t elements = call.images * v.in[0] * v.in[1] * v.in[2] * call.products * v.channels;
+      const Scratch input(static_cast<size_t>(elements) * sizeof(typename Block::A));
+      return conv_with<Block>(converted<Block>(call, input.as<typename Block::A>()));
+    }
   }
   const GemmCall first = product_call(call, 0);
   const GemmPlan<Block> plan(first);

@@ -48,6 +48,7 @@ struct RasterPlan {
   bool chosen(const ConvCall& call, int64_t panels) const {
     if (!fits || call.input.channels == 0 || call.input.channels % Block::kTileK != 0) return false;
     if (call.input.channel_stride != 1) return false;
+    if (call.weight.zero_point != nullptr) return false;  // which want the sums of rows, and no row is by itself here
     return call.tuning.path == TunedPath::automatic ? pays(call, panels) : call.tuning.path == TunedPath::raster;
   }
 

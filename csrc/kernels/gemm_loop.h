@@ -39,14 +39,13 @@ struct BlockCopier {
   // Rows [begin, end); they are asked for in their order.
   void copy_rows(int64_t begin, int64_t end) {
     const int64_t last = minimum(end, rows);
+    if (begin < last) source.template copy<Block>(last - begin, count, padded, to + begin * Block::kStride);
     if constexpr (Block::kIsInt) {
-      for (; row_sums != nullptr && begin < last; ++begin) {
-        const int32_t sum = sum_run<typename Block::Round>(source.data(), count);
-        row_sums[begin] = first_k ? sum : row_sums[begin] + sum;
-        source.template copy<Block>(1, count, padded, to + begin * Block::kStride);
+      for (int64_t row = begin; row_sums != nullptr && row < last; ++row) {
+        const int32_t sum = sum_run<Block>(to + row * Block::kStride, count);
+        row_sums[row] = first_k ? sum : row_sums[row] + sum;
       }
     }
-    if (begin < last) source.template copy<Block>(last - begin, count, padded, to + begin * Block::kStride);
     for (int64_t row = maximum(begin, rows); row < end; ++row) {
       // Tiles always have all their rows: the missing ones are zeros, not what a former call left.
       __builtin_memset(to + row * Block::kStride, 0, static_cast<size_t>(padded) * sizeof(A));

@@ -11,7 +11,11 @@ namespace {
 Kernel<ConvFn> conv_f32("conv", "f32");
 Kernel<ConvFn> conv_bf16("conv", "bf16");
 Kernel<ConvFn> conv_f16("conv", "f16");
-Kernel<ConvFn> conv_depthwise("conv_depthwise", "f32");
+Kernel<ConvFn> conv_s8s8("conv", "s8s8");
+Kernel<ConvFn> conv_u8s8("conv", "u8s8");
+Kernel<ConvFn> conv_depthwise_f32("conv_depthwise", "f32");
+Kernel<ConvFn> conv_depthwise_s8s8("conv_depthwise", "s8s8");
+Kernel<ConvFn> conv_depthwise_u8s8("conv_depthwise", "u8s8");
 
 // Images and spatial dimensions as the rows of a matrix.
 bool collapse_positions(const Tensor& tensor, RowsView* view) {
@@ -55,12 +59,20 @@ void set_residual(const char* op, Tensor* other, const int64_t* sizes, int64_t d
   epilogue->other_row_stride = rows.row_stride;
 }
 
+// Whether the kernel takes an input's channels from anywhere: where they are few, it copies them side by side itself.
+bool takes_any_layout(const ConvCall& call, const ConvLayout& layout) {
+  constexpr int64_t kMostChannels = 16;
+  return layout.products() == 1 && !layout.depthwise && layout.product_channels() <= kMostChannels &&
+         call.weight.dtype != DType::s8 && !is_product(call.input, layout);
+}
+
 }  // namespace
 
-void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups) {
+void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups,
+                      std::initializer_list<DType> dtypes) {
   const Checked checked{op, "input", input};
   checked.cpu();
-  checked.dtype(kFloating);
+  checked.dtype(dtypes);
   if (input.dims() != dims + 2) {
     checked.fail("expected ", dims + 2, " dimensions [images, channels, spatial...] for this weight, got shape ",
                  input.shape_text());
@@ -71,24 +83,58 @@ void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t
   }
 }
 
-Tensor conv_output(const char* op, const Tensor& input, Tensor* bias, ConvAfter* after, const int64_t* sizes,
-                   int64_t dims, Epilogue* epilogue) {
+PatchesView ConvGeometry::view(const char* op, const Tensor& input, const ConvLayout& layout) const {
+  const int64_t dims = layout.dims;
+  check_integers(op, "stride", stride, dims, 1);
+  check_integers(op, "padding", padding, 2 * dims, 0);
+  check_integers(op, "dilation", dilation, dims, 1);
+  PatchesView view;
+  view.channels = layout.product_channels();
+  for (int64_t i = 0; i < dims; ++i) {
+    const int64_t at = 3 - dims + i;
+    view.in[at] = input.size(2 + i);
+    view.kernel[at] = layout.kernel[at];
+    view.stride[at] = stride[i];
+    view.dilation[at] = dilation[i];
+    view.padding[at] = padding[2 * i];
+    int64_t extent = 0;
+    const int64_t padded = view.in[at] + padding[2 * i] + padding[2 * i + 1];
+    if (__builtin_mul_overflow(view.dilation[at], view.kernel[at] - 1, &extent) || padded <= extent) {
+      fail(op, "input", "expected at least ", extent + 1, " elements, what the kernel spans, along spatial dimension ",
+           i, ", got ", padded, " with padding");
+    }
+    view.out[at] = (padded - extent - 1) / view.stride[at] + 1;
+  }
+  return view;
+}
+
+void ConvAfter::set(const char* op, const Tensor& input, int64_t channels, Epilogue* epilogue) {
+  epilogue->scale = column_vector(op, "scale", &scale, channels);
+  epilogue->out_dtype = output_dtype(op, out_dtype, input, kFloating);
+}
+
+Tensor conv_output(const char* op, Tensor* bias, FusedArguments* fused, const int64_t* sizes, int64_t dims,
+                   Epilogue* epilogue) {
   const int64_t channels = sizes[1];
-  epilogue->scale = column_vector(op, "scale", &after->scale, channels);
   epilogue->bias = column_vector(op, "bias", bias, channels);
-  after->fused.set(op, epilogue);
-  set_residual(op, &after->fused.other, sizes, dims, epilogue);
-  epilogue->out_dtype = output_dtype(op, after->out_dtype, input, kFloating);
+  fused->set(op, epilogue);
+  set_residual(op, &fused->other, sizes, dims, epilogue);
   Tensor out = Tensor::empty_channels_last(sizes, dims, epilogue->out_dtype);
   epilogue->out = out.mutable_data();
   epilogue->out_row_stride = channels;
   return out;
 }
 
-bool takes_any_layout(const PatchesView& view, const ConvLayout& layout) {
-  constexpr int64_t kMostChannels = 16;
-  return layout.products() == 1 && !layout.depthwise && layout.product_channels() <= kMostChannels &&
-         !is_product(view, layout);
+Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArguments* fused, const ConvLayout& layout,
+                       ConvCall* call) {
+  int64_t sizes[5] = {call->images, layout.out};
+  for (int64_t i = 0; i < layout.dims; ++i) sizes[2 + i] = call->input.out[3 - layout.dims + i];
+  Tensor out = conv_output(op, bias, fused, sizes, layout.dims + 2, &call->epilogue);
+  if (out.numel() > 0) {
+    set_input(input, &call->input, takes_any_layout(*call, layout));
+    run_conv(*call, *input, layout);
+  }
+  return out;
 }
 
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
@@ -98,7 +144,12 @@ void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layou
     rows.dtype = call.input.dtype;
     return run_gemm({call.images * output_positions(call.input), rows, call.weight, call.epilogue});
   }
-  if (layout.depthwise) return conv_depthwise(call);
+  if (call.weight.dtype == DType::s8) {
+    const bool is_signed = call.input.dtype == DType::s8;
+    if (layout.depthwise) return is_signed ? conv_depthwise_s8s8(call) : conv_depthwise_u8s8(call);
+    return run_tuned(is_signed ? conv_s8s8 : conv_u8s8, call);
+  }
+  if (layout.depthwise) return conv_depthwise_f32(call);
   switch (call.weight.dtype) {
     case DType::f32:
       return run_tuned(conv_f32, call);

@@ -9,24 +9,41 @@
 namespace xopt::ops {
 
 // Of `dims` spatial dimensions, and with the channels of all groups.
-void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups);
+void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups,
+                      std::initializer_list<DType> dtypes = kFloating);
 
-// What follows a convolution, in the order of both schemas.
+// How the kernel moves over the input, in the order of the schemas.
+struct ConvGeometry {
+  explicit ConvGeometry(Stack& stack)
+      : stride(stack.integers()), padding(stack.integers()), dilation(stack.integers()), groups(stack.integer()) {}
+
+  // Everything about the input but its strides and data.
+  PatchesView view(const char* op, const Tensor& input, const ConvLayout& layout) const;
+
+  Integers stride, padding, dilation;
+  int64_t groups;
+};
+
+// What follows a convolution of floats, in the order of both schemas.
 struct ConvAfter {
   explicit ConvAfter(Stack& stack)
       : scale(stack.optional_tensor()), fused(stack), out_dtype(stack.optional_dtype_code()) {}
+  // Scale and output dtype; the rest is for conv_output.
+  void set(const char* op, const Tensor& input, int64_t channels, Epilogue* epilogue);
 
   Tensor scale;
   FusedArguments fused;
   std::optional<int32_t> out_dtype;
 };
 
-// A new output of these sizes, and the epilogue that writes it. Tensors that it cannot read are replaced by copies.
-Tensor conv_output(const char* op, const Tensor& input, Tensor* bias, ConvAfter* after, const int64_t* sizes,
-                   int64_t dims, Epilogue* epilogue);
+// A new output of these sizes and the epilogue's dtype, and the rest of the epilogue that writes it. Tensors that it
+// cannot read are replaced by copies.
+Tensor conv_output(const char* op, Tensor* bias, FusedArguments* fused, const int64_t* sizes, int64_t dims,
+                   Epilogue* epilogue);
 
-// Whether the kernel takes an input's channels from anywhere: where they are few, it copies them side by side itself.
-bool takes_any_layout(const PatchesView& view, const ConvLayout& layout);
+// The same for a call that is complete but for this and the input's data, and its run.
+Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArguments* fused, const ConvLayout& layout,
+                       ConvCall* call);
 
 // `input`: the tensor that the call's view is of.
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout);

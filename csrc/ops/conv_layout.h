@@ -57,8 +57,11 @@ inline ConvLayout conv_layout(const char* op, const char* name, const int64_t* s
 }
 
 // Whether a packed weight was made for this.
-inline void check_conv_packed(const char* op, const PackedHeader& header, const ConvLayout& layout) {
-  if (header.dtype == DType::s8 || header.gated != 0) fail(op, "packed", "expected a weight as made by conv_pack");
+inline void check_conv_packed(const char* op, const PackedHeader& header, const ConvLayout& layout,
+                              bool is_int8 = false) {
+  if ((header.dtype == DType::s8) != is_int8 || header.gated != 0) {
+    fail(op, "packed", "expected a weight as made by ", is_int8 ? "conv_pack_int8" : "conv_pack");
+  }
   if (header.n != layout.rows() || header.k != layout.columns()) {
     fail(op, "packed", "expected a packed matrix of [", layout.rows(), ", ", layout.columns(),
          "] for this weight_size and these groups, got [", header.n, ", ", header.k, "]");

@@ -153,7 +153,8 @@ void conv_transpose(StableIValue* stack, uint64_t, uint64_t) {
   int64_t sizes[5] = {input.size(0), channels};
   for (int64_t i = 0; i < phases.dims; ++i) sizes[2 + i] = g.out[3 - phases.dims + i];
   Epilogue epilogue{};
-  Tensor out = conv_output(kOp, input, &arguments.bias, &arguments.after, sizes, dims, &epilogue);
+  arguments.after.set(kOp, input, channels, &epilogue);
+  Tensor out = conv_output(kOp, &arguments.bias, &arguments.after.fused, sizes, dims, &epilogue);
   if (epilogue.other != nullptr && epilogue.other_row_stride != channels) {  // positions are those of the output
     other = other.channels_last_copy();
     epilogue.other = other.data();

@@ -2,9 +2,8 @@
 //
 // Packed bytes lie in memory of weight_alloc (2 MB pages) and are a plain uint8 tensor: it can be saved, copied and
 // shared like any other, and describes itself (csrc/kernels/packed.h).
-#include <vector>
-
 #include "ops/gemm_arguments.h"
+#include "ops/quantization.h"
 #include "runtime/arena.h"
 
 namespace xopt::ops {
@@ -57,21 +56,6 @@ void linear_pack_gated(StableIValue* stack, uint64_t, uint64_t) {
   call.up = matrix_view(kOp, "up", up, kFloating);
   Checked{kOp, "up", up}.shape({gate.size(0), gate.size(1)});
   return_tensor(stack, 0, packed_bytes(kOp, dtype, gate.size(0), gate.size(1), true, &call));
-}
-
-// A parameter of the weight's columns: [n], or [1] for all. Spread out to n values.
-template <class Value>
-std::vector<Value> column_parameter(const char* op, const char* name, const Tensor& tensor, DType dtype, int64_t n) {
-  const Checked checked{op, name, tensor};
-  checked.cpu();
-  checked.dtype({dtype});
-  const bool single = tensor.dims() <= 1 && tensor.numel() == 1;
-  if (!single) checked.shape({n});
-  const auto* values = static_cast<const Value*>(tensor.data());
-  const int64_t stride = single ? 0 : tensor.stride(0);
-  std::vector<Value> spread(static_cast<size_t>(n));
-  for (int64_t column = 0; column < n; ++column) spread[static_cast<size_t>(column)] = values[column * stride];
-  return spread;
 }
 
 void linear_pack_int8(StableIValue* stack, uint64_t, uint64_t) {

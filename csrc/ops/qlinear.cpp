@@ -1,5 +1,6 @@
 // xopt::qlinear: int8 input * packed int8 weight^T, dequantised, and what follows it.
 #include "ops/gemm_arguments.h"
+#include "ops/quantization.h"
 
 namespace xopt::ops {
 namespace {
@@ -31,9 +32,7 @@ struct QLinearArguments {
 // A quantisation parameter of the input: one value, or one for each row. Replaced by a copy if its stride is not 1.
 const void* row_parameter(const char* name, Tensor* tensor, DType dtype, int64_t rows, bool* per_row) {
   const Checked checked{kOp, name, *tensor};
-  checked.cpu();
-  checked.dtype({dtype});
-  const bool single = tensor->dims() <= 1 && tensor->numel() == 1;
+  const bool single = is_single_parameter(checked, dtype);
   if (!single && (tensor->dims() != 1 || tensor->size(0) != rows)) {
     checked.fail("expected shape [1] or [", rows, "], one value for each row of the input, got ", tensor->shape_text());
   }

@@ -60,8 +60,10 @@ XOPT_INLINE F load(const F16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinte
 using I = __m256i;
 XOPT_INLINE I set1_int(int32_t x) { return _mm256_set1_epi32(x); }
 XOPT_INLINE I load_int(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+XOPT_INLINE I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
 XOPT_INLINE I sub_int(I a, I b) { return _mm256_sub_epi32(a, b); }
 XOPT_INLINE I mul_int(I a, I b) { return _mm256_mullo_epi32(a, b); }
+XOPT_INLINE void store_int(int32_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 XOPT_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
 
 // The low halves of 8 dwords.

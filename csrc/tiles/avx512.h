@@ -59,8 +59,10 @@ XOPT_INLINE F load(const F16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(rei
 using I = __m512i;
 XOPT_INLINE I set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 XOPT_INLINE I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
+XOPT_INLINE I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 XOPT_INLINE I sub_int(I a, I b) { return _mm512_sub_epi32(a, b); }
 XOPT_INLINE I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
+XOPT_INLINE void store_int(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
 XOPT_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 
 XOPT_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }

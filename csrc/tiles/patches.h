@@ -2,7 +2,8 @@
 //
 // A line of the kernel (all its positions along the width) is one run of memory where pixels lie side by side and the
 // dilation along the width is 1, so even three channels are copied 21 elements at a time under a 7 x 7 kernel;
-// otherwise each position is a run of channels. What hangs over the border is cut off the run's ends and zeroed.
+// otherwise each position is a run of channels. What hangs over the border is cut off the run's ends and zeroed; with int8
+// it becomes the zero point, which what follows the product takes for zero like any other.
 #pragma once
 
 #include "tiles/view.h"
@@ -50,8 +51,13 @@ class Patches {
 
    private:
     template <class Block>
-    static XOPT_INLINE void zero(int64_t count, typename Block::A* to) {
-      if (count > 0) __builtin_memset(to, 0, static_cast<size_t>(count) * sizeof(*to));
+    XOPT_INLINE void zero(int64_t count, typename Block::A* to) const {
+      if constexpr (Block::kIsInt) {
+        const auto value = static_cast<typename Block::A>(view_->view_.zero + Block::kOffset);
+        for (int64_t i = 0; i < count; ++i) to[i] = value;
+      } else if (count > 0) {
+        __builtin_memset(to, 0, static_cast<size_t>(count) * sizeof(*to));
+      }
     }
 
     // How many patches from this one on lie in one line of the image and hang over neither end of it; 1 for one that

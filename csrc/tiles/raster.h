@@ -21,7 +21,10 @@ class Raster {
  public:
   // `whole_lines`: of the kernel, side by side in a position. The kernel of `view` then has a width of 1.
   explicit Raster(const PatchesView& input, bool whole_lines = false)
-      : image_(input), view_(whole_lines ? line_view(input) : input), whole_lines_(whole_lines) {
+      : image_(input),
+        view_(whole_lines ? line_view(input) : input),
+        whole_lines_(whole_lines),
+        element_(dtype_size(input.dtype) == 1 ? 1 : 2) {
     const PatchesView& view = view_;
     for (int d = 0; d < 3; ++d) {
       period_[d] = view.stride[d] / greatest_divisor(view.stride[d], view.dilation[d]);
@@ -33,7 +36,7 @@ class Raster {
     }
     ++span_;
     // Long pixels that are a multiple of many lines would all fall into few sets of L1.
-    const int64_t lines = ceil_div(view.channels * kElement, 64);
+    const int64_t lines = maximum<int64_t>(1, ceil_div(view.channels * element_, 64));
     pitch_ = 64 * (lines >= 8 ? lines | 1 : lines);
   }
 
@@ -60,7 +63,7 @@ class Raster {
           const int64_t plane = (z % period_[0] * planes_[1] + y % period_[1]) * planes_[2] + x % period_[2];
           const int64_t position = (shift(0, z) * extent_[1] + shift(1, y)) * extent_[2] + shift(2, x);
           for (int64_t channel = 0; channel < v.channels; channel += tile_k) {
-            *offsets++ = plane * plane_bytes + position * pitch_ + channel * kElement;
+            *offsets++ = plane * plane_bytes + position * pitch_ + channel * element_;
           }
         }
       }
@@ -124,8 +127,6 @@ class Raster {
   };
 
  private:
-  static constexpr int64_t kElement = 2;
-
   static PatchesView line_view(PatchesView view) {
     view.channels *= view.kernel[2];
     view.kernel[2] = 1;
@@ -168,9 +169,9 @@ class Raster {
     const PatchesView& v = image_;
     if (line == nullptr) return zero(length * pitch_, to);
     const int64_t left = first + x * v.stride[2], pixels = (length - 1) * v.stride[2] + v.kernel[2];
-    const Scratch scratch(static_cast<size_t>(pixels * v.channels * kElement + 64));
+    const Scratch scratch(static_cast<size_t>(pixels * v.channels * element_ + 64));
     auto* run = scratch.as<uint8_t>();
-    const int64_t pixel_bytes = v.channels * kElement;
+    const int64_t pixel_bytes = v.channels * element_;
     const int64_t begin = minimum(maximum<int64_t>(0, -left), pixels);
     const int64_t end = maximum(begin, minimum(pixels, v.in[2] - left));
     zero(begin * pixel_bytes, run);
@@ -179,7 +180,7 @@ class Raster {
                          reinterpret_cast<typename Block::A*>(run + begin * pixel_bytes));
     }
     zero((pixels - end) * pixel_bytes + 64, run + end * pixel_bytes);
-    const int64_t window = view_.channels * kElement;
+    const int64_t window = view_.channels * element_;
     for (int64_t i = 0; i < length; ++i, run += v.stride[2] * pixel_bytes) {
       for (int64_t at = 0; at < window; at += 64, to += 64) copy_first(run + at, minimum<int64_t>(64, window - at), to);
       to += pitch_ - round_up(window, 64);
@@ -207,7 +208,7 @@ class Raster {
     if (outside > inside) {
       const int64_t size = dtype_size(v.dtype), step = stride * v.in_stride[2] * size;
       const uint8_t* from = line + (inside * stride + first) * v.in_stride[2] * size;
-      const bool dense = step == v.channels * size && pitch_ == v.channels * kElement;
+      const bool dense = step == v.channels * size && pitch_ == v.channels * element_;
       const int64_t runs = dense ? 1 : outside - inside,
                     length_of_run = dense ? (outside - inside) * v.channels : v.channels;
       for (int64_t run = 0; run < runs; ++run) {
@@ -218,12 +219,13 @@ class Raster {
     zero((x + length - outside) * pitch_, to + (outside - inside) * pitch_);
   }
 
-  static void zero(int64_t bytes, uint8_t* to) {
-    if (bytes > 0) __builtin_memset(to, 0, static_cast<size_t>(bytes));
+  void zero(int64_t bytes, uint8_t* to) const {
+    if (bytes > 0) __builtin_memset(to, static_cast<uint8_t>(view_.zero), static_cast<size_t>(bytes));
   }
 
   PatchesView image_, view_;
   bool whole_lines_;
+  int64_t element_;                // bytes: int8 lies there as it is, floats as bf16
   int64_t period_[3], planes_[3];  // planes of a dimension, and after how many places of the kernel they come again
   int64_t extent_[3];              // of a plane: outputs, and what the kernel reaches beyond
   int64_t reach_ = 0, span_ = 0, pitch_;

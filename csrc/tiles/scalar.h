@@ -64,8 +64,10 @@ XOPT_INLINE F load(const F16* p) {
 using I = uint32_t;
 XOPT_INLINE I set1_int(int32_t x) { return static_cast<uint32_t>(x); }
 XOPT_INLINE I load_int(const int32_t* p) { return static_cast<uint32_t>(*p); }
+XOPT_INLINE I add_int(I a, I b) { return a + b; }
 XOPT_INLINE I sub_int(I a, I b) { return a - b; }
 XOPT_INLINE I mul_int(I a, I b) { return a * b; }
+XOPT_INLINE void store_int(int32_t* p, I x) { *p = static_cast<int32_t>(x); }
 XOPT_INLINE F to_float(I a) { return static_cast<float>(static_cast<int32_t>(a)); }
 
 XOPT_INLINE void store(float* p, F x) { *p = x; }

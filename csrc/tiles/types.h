@@ -42,7 +42,8 @@ struct RowsView {
 
 // Rows of A for a convolution: row r is the patch of input under the kernel at output position r, counted over images,
 // depth, height and width; k counts the kernel's positions (depth, height, width) and within each the channels, which
-// are contiguous. What lies outside the input is zero. Fewer spatial dimensions have ones in front.
+// are contiguous. What lies outside the input is zero, which of int8 is `zero`. Fewer spatial dimensions have ones in
+// front.
 struct PatchesView {
   const void* data = nullptr;
   DType dtype = DType::f32;
@@ -53,6 +54,7 @@ struct PatchesView {
   int64_t image_stride = 0;          // elements
   int64_t in_stride[3] = {0, 0, 0};  // elements
   int64_t channel_stride = 1;        // likewise; kernels read others than 1 of dense products of few channels only
+  int32_t zero = 0;                  // int8: the zero point, within the dtype's range
 };
 
 }  // namespace xopt

@@ -116,8 +116,6 @@ class Merged {
           step_(view.rows_.row_stride * view.size_),
           outer_step_((view.rows_.outer_stride - inner_rows_ * view.rows_.row_stride) * view.size_) {}
 
-    const uint8_t* data() const { return data_; }
-
     // Copies `count` elements of the next `rows` rows, and zeros up to `padded`.
     template <class Block>
     void copy(int64_t rows, int64_t count, int64_t padded, typename Block::A* to) {
@@ -158,11 +156,11 @@ class Merged {
   int64_t size_;
 };
 
-template <class From>
-int32_t sum_run(const uint8_t* data, int64_t count) {
-  const auto* from = reinterpret_cast<const From*>(data);
+// The sum of a row of a block's copy, as it was before the offset.
+template <class Block>
+int32_t sum_run(const typename Block::A* row, int64_t count) {
   int32_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) sum += from[i];
+  for (int64_t i = 0; i < count; ++i) sum += row[i] - Block::kOffset;
   return sum;
 }
 

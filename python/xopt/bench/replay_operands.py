@@ -119,6 +119,11 @@ def _pack_conv(named: Named, generator: torch.Generator) -> torch.Tensor:
     return _packed("conv_pack", values, int(named.get("groups") or 1), dtype=dtype)
 
 
+def _pack_conv_int8(named: Named, generator: torch.Generator) -> torch.Tensor:
+    values = torch.randint(-127, 128, named["weight_size"], dtype=torch.int8, generator=generator)
+    return _packed("conv_pack_int8", values, torch.full((1,), 0.01), None, int(named.get("groups") or 1))
+
+
 def _pack_conv_transpose(named: Named, generator: torch.Generator) -> torch.Tensor:
     dtype = dtype_of(named["computed in"])
     values = torch.randn(named["weight_size"], generator=generator).to(dtype)
@@ -138,6 +143,7 @@ _PACKERS: dict[str, Callable[[Named, torch.Generator], torch.Tensor]] = {
     "linear_gated": _pack_gated,
     "qlinear": _pack_int8,
     "conv": _pack_conv,
+    "qconv": _pack_conv_int8,
     "conv_transpose": _pack_conv_transpose,
     "packed_rows": _pack_table,
 }

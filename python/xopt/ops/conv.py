@@ -56,6 +56,48 @@ def output_sizes(
     ]
 
 
+def image_output(
+    op: str,
+    input: Tensor,
+    packed: Tensor,
+    weight_size: Sequence[Size],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What a convolution returns, with its channels last in memory."""
+    check_packed(op, packed)
+    matrix_of(op, "weight_size", weight_size, groups)
+    if input.dim() != len(weight_size):
+        raise RuntimeError(
+            f"xopt::{op}: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for this"
+            f" weight, got shape {list(input.shape)}"
+        )
+    spatial = output_sizes(input.shape[2:], weight_size[2:], stride, padding, dilation)
+    memory = input.new_empty((input.shape[0], *spatial, weight_size[0]), dtype=dtype)
+    return memory.movedim(-1, 1)
+
+
+def conv_work(
+    input: Shape,
+    packed: Shape,
+    weight_size: Shape,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Work:
+    out = output_sizes(input[2:], weight_size[2:], stride, padding, dilation)
+    size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[0]}"
+    depthwise = weight_size[1] == 1 and weight_size[0] == input[1]
+    flop = int(2 * input[0] * math.prod(out) * math.prod(weight_size))
+    columns, terms = matrix_of("conv", "weight_size", weight_size, groups)
+    itemsizes = fitting_itemsizes(packed, int(columns), int(terms))
+    return Work(size, flop, kernel="conv_depthwise" if depthwise else "", itemsizes=itemsizes)
+
+
 @fake_of("conv_pack")
 def _conv_pack(weight: Tensor, groups: int = 1, *, dtype: torch.dtype) -> Tensor:
     return packed_bytes(weight, *matrix_of("conv_pack", "weight", weight.shape, groups), dtype, gated=False)
@@ -89,16 +131,7 @@ def _conv(
 ) -> Tensor:
     named = {"input": input, "packed": packed, "bias": bias, "scale": scale, "other": other}
     check("conv", named, FLOATING)
-    check_packed("conv", packed)
-    matrix_of("conv", "weight_size", weight_size, groups)
-    if input.dim() != len(weight_size):
-        raise RuntimeError(
-            f"xopt::conv: input: expected {len(weight_size)} dimensions [images, channels, spatial...] for this"
-            f" weight, got shape {list(input.shape)}"
-        )
-    spatial = output_sizes(input.shape[2:], weight_size[2:], stride, padding, dilation)
-    memory = input.new_empty((input.shape[0], *spatial, weight_size[0]), dtype=out_dtype or input.dtype)
-    return memory.movedim(-1, 1)
+    return image_output("conv", input, packed, weight_size, stride, padding, dilation, groups, out_dtype or input.dtype)
 
 
 @fake_of("conv_chain")
@@ -133,10 +166,4 @@ def _conv_work(
     groups: int = 1,
     **options: object,
 ) -> Work:
-    out = output_sizes(input[2:], weight_size[2:], stride, padding, dilation)
-    size = f"{joined(input)}, {joined(weight_size[2:])}/{joined(stride)} to {weight_size[0]}"
-    depthwise = weight_size[1] == 1 and weight_size[0] == input[1]
-    flop = int(2 * input[0] * math.prod(out) * math.prod(weight_size))
-    columns, terms = matrix_of("conv", "weight_size", weight_size, groups)
-    itemsizes = fitting_itemsizes(packed, int(columns), int(terms))
-    return Work(size, flop, kernel="conv_depthwise" if depthwise else "", itemsizes=itemsizes)
+    return conv_work(input, packed, weight_size, stride, padding, dilation, groups)
