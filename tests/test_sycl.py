@@ -38,9 +38,9 @@ def run_family(name: str, count: int = CASES, dtype: str | None = None) -> None:
     family = find_family(name)
 
     def is_meant(case: Any) -> bool:
-        computed = getattr(case, "packed", getattr(case, "dtype", None))
+        computed = getattr(case, "packed", getattr(case, "dtype", getattr(case, "input", None)))
         # Each dtype is a build of seconds, and fp16's tiles are proven by the linear layers.
-        built_for_another = computed == "f16" and name in ("conv", "attention")
+        built_for_another = computed == "f16" and name in ("weight_only", "conv", "attention")
         return getattr(case, "depth", 0) <= MOST_DEPTH and dtype in (None, computed) and not built_for_another
 
     before = sum(sycl.calls().values())
@@ -50,14 +50,15 @@ def run_family(name: str, count: int = CASES, dtype: str | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "linear_gated", "linear_norm", "qlinear", "norm", "rotary", "attention", "conv"]
+    "name",
+    ["linear", "linear_gated", "linear_norm", "qlinear", "weight_only", "norm", "rotary", "attention", "conv"],
 )
 def test_operators_against_float64(name: str) -> None:
     with sycl.device("cpu"):
         run_family(name)
 
 
-@pytest.mark.parametrize("name", ["linear", "attention"])
+@pytest.mark.parametrize("name", ["linear", "weight_only", "attention"])
 def test_other_tiles(name: str) -> None:
     """On AMX those of XMX, a GPU's matrix units; on vectors, whose tiles are as large as XMX's, those of AMX."""
     with sycl.device("cpu") as device:

@@ -11,6 +11,7 @@ std::vector<Build> gpu_builds(const TileShape& tile) {
     const Tiling tiling = Tiling::of(dtype, tile, kMatrix, kCpu);
     builds.push_back({"gemm.sycl", product_options(tiling, dtype)});
     if (dtype == DType::s8 || dtype == DType::u8) continue;
+    builds.push_back({"gemm_weight_only.sycl", product_options(tiling, dtype)});
     builds.push_back({"conv.sycl", product_options(tiling, dtype)});
     builds.push_back({"attention.sycl", attention_options(tiling, dtype, kLocalBytes)});
   }
