@@ -36,6 +36,7 @@ SCHEMAS = {
     "Tensor? batch_sizes=None, *, str cell, int hidden_size, int proj_size=0, int num_layers=1, bool bias=True, "
     "bool bidirectional=False, bool batch_first=False, ScalarType? out_dtype=None) "
     "-> (Tensor out, Tensor last_hidden, Tensor last_cell)",
+    "softmax": "softmax(Tensor input, *, ScalarType? out_dtype=None) -> Tensor",
     "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
     "float? scale_h=None, float? scale_w=None) -> Tensor",
     "conv_transpose": "conv_transpose(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, "
@@ -169,6 +170,13 @@ def samples_layer_norm() -> Iterator[Call]:
     for dtype in FLOATS:
         yield (random(3, 5, K, dtype=dtype), random(K), random(K, dtype=dtype)), {}
         yield (random(3, K, dtype=dtype),), {"residual": random(3, K), "return_sum": True, "out_dtype": torch.float32}
+    yield (random(0, K),), {}
+
+
+def samples_softmax() -> Iterator[Call]:
+    for dtype in FLOATS:
+        yield (random(3, 5, K, dtype=dtype),), {}
+        yield (random(K, 3, dtype=dtype).t(),), {"out_dtype": torch.float32}
     yield (random(0, K),), {}
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sycl/device/product.h"
+#include "sycl/device/row_offset.h"
 
 namespace xopt::device {
 
@@ -10,8 +11,7 @@ struct MergedRows {
   int64_t k;
   void stage(int64_t row, int64_t first, int padded, int item, Staged* to) const {
     const int count = static_cast<int>(k - first < padded ? k - first : padded);
-    const int64_t from = row / view.inner_rows * view.outer_stride + row % view.inner_rows * view.row_stride + first;
-    stage_run(view.data, view.dtype, from, count, item, to);
+    stage_run(view.data, view.dtype, row_offset(view, row) + first, count, item, to);
     stage_zeros(count, padded, item, to);
   }
 };
