@@ -611,6 +611,15 @@ def test_argument_on_another_device(argument: str) -> None:
         ops.linear(X, out_features=N, binary="add", **arguments)
 
 
+@pytest.mark.parametrize("op", registered_ops())
+def test_tensors_of_intel_gpus_are_refused_in_one_line(op: str) -> None:
+    """By what the dispatcher would call for them, since torch cannot make one without such a device."""
+    args, kwargs = samples_of(op)[0]
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
+    with pytest.raises(RuntimeError, match=f"^xopt::{op}: input: expected tensors on the CPU, got some on xpu, .*$"):
+        getattr(ops, op).default.redispatch(keys, *args, **kwargs)
+
+
 def test_huge_weight_is_an_error_of_memory() -> None:
     with pytest.raises(MemoryError):
         ops.linear_pack(torch.zeros(1, 1).expand(2**24, 2**24), dtype=torch.float32)

@@ -17,9 +17,9 @@ struct RowScales {
 
   void read(const CodedWeight& w, int64_t group, int64_t column) {
     const int64_t from = group * w.columns + column;
-    for (int64_t i = 0; i < kRow; ++i) {
-      scale[i] = w.scale[from + i / 2];
-      zero[i] = w.zero_point == nullptr ? 0.0F : static_cast<float>(w.zero_point[from + i / 2]);
+    for (int64_t i = 0; i < kTileColumns; ++i) {
+      scale[2 * i] = scale[2 * i + 1] = w.scale[from + i];
+      zero[2 * i] = zero[2 * i + 1] = w.zero_point == nullptr ? 0.0F : static_cast<float>(w.zero_point[from + i]);
     }
   }
 };
