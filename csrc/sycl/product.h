@@ -16,7 +16,7 @@ inline Options product_options(const Tiling& tiling, DType dtype) {
 
 // Work-groups of neighbouring panels, by blocks of rows, by products.
 inline sycl::nd_range<3> product_range(const Tiling& tiling, int64_t rows, int64_t panels, int64_t products) {
-  const auto items = static_cast<size_t>(tiling.lanes * tiling.sub_groups);
+  const auto items = static_cast<size_t>(tiling.lanes) * static_cast<size_t>(tiling.sub_groups);
   const auto across = static_cast<size_t>(ceil_div(panels, tiling.sub_groups));
   const auto down = static_cast<size_t>(ceil_div(rows, tiling.rows()));
   return {{static_cast<size_t>(products), down, across * items}, {1, 1, items}};

@@ -10,7 +10,7 @@ inline sycl::nd_range<3> row_range(const Stream& stream, int64_t rows) {
   constexpr int kRowsOfAGroup = 4;
   const int rows_of_a_group = stream.is_cpu() ? 1 : kRowsOfAGroup;
   const auto groups = static_cast<size_t>(ceil_div(rows, rows_of_a_group));
-  const auto items = static_cast<size_t>(rows_of_a_group * stream.lanes());
+  const size_t items = static_cast<size_t>(rows_of_a_group) * static_cast<size_t>(stream.lanes());
   return {{1, 1, groups * items}, {1, 1, items}};
 }
 

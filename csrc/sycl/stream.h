@@ -59,7 +59,6 @@ class Stream final : public Offload {
  public:
   // `forced`: a tile's rows, columns and depth (of bf16), in place of the device's best.
   Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced, bool waits);
-  virtual ~Stream() = default;
 
   // The stream that the calling thread runs kernels on. Only to be called by them.
   static Stream& current() { return static_cast<Stream&>(*current_offload()); }
