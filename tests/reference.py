@@ -245,6 +245,19 @@ EXP_FLUSHED = 2.0**-125  # exponentials below this may be zero
 EXP_RANGE = 100.0  # scores this far below the largest count nothing in fp32
 
 
+def softmax(rows: Tensor) -> Estimate:
+    """Of each row; of the exponents the rounding of a difference, of the sum that of its terms."""
+    columns = rows.shape[-1]
+    nothing = torch.zeros_like(rows, dtype=torch.bool)
+    if rows.numel() == 0:
+        return Estimate(rows, torch.zeros_like(rows), nothing, nothing)
+    distance = (rows.amax(-1, keepdim=True) - rows).clamp(max=EXP_RANGE)
+    value = torch.softmax(rows, -1)
+    relative = 2 * (EXP_RELATIVE + U32 * distance) + (columns + 8) * U32
+    error = finite(value * relative) + EXP_FLUSHED
+    return Estimate(value, torch.where(torch.isfinite(value), error, 0.0), nothing, nothing)
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, weight_rounding: float = 0.0
 ) -> Estimate:

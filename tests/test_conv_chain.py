@@ -232,7 +232,8 @@ def test_single_images_are_no_chain(chained: list[int]) -> None:
             self.convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.convolutions(x) * 2.0
+            result: Tensor = self.convolutions(x)
+            return result * 2.0
 
     source = settled(Single())
     check(source, xopt.optimize(source), torch.randn(3, 9, 9))

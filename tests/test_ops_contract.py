@@ -37,6 +37,7 @@ SCHEMAS = {
     "Tensor? batch_sizes=None, *, str cell, int hidden_size, int proj_size=0, int num_layers=1, bool bias=True, "
     "bool bidirectional=False, bool batch_first=False, ScalarType? out_dtype=None) "
     "-> (Tensor out, Tensor last_hidden, Tensor last_cell)",
+    "softmax": "softmax(Tensor input, *, ScalarType? out_dtype=None) -> Tensor",
     "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
     "float? scale_h=None, float? scale_w=None) -> Tensor",
     "conv_chain": "conv_chain(Tensor[] tensors, int[] links, float[] parameters, str names, int[] wanted) -> Tensor[]",
@@ -76,6 +77,11 @@ SCHEMAS = {
     "linear_pack": "linear_pack(Tensor weight, *, ScalarType dtype) -> Tensor",
     "linear_pack_gated": "linear_pack_gated(Tensor gate, Tensor up, *, ScalarType dtype) -> Tensor",
     "linear_pack_int8": "linear_pack_int8(Tensor weight, Tensor scale, Tensor? zero_point=None) -> Tensor",
+    "linear_pack_weight_only": "linear_pack_weight_only(Tensor weight, Tensor scale, Tensor? zero_point=None, *, "
+    "int bits, int group_size, bool gated=False) -> Tensor",
+    "linear_weight_only": "linear_weight_only(Tensor input, Tensor packed, int out_features, Tensor? bias=None, "
+    'Tensor? up_bias=None, *, str activation="none", float alpha=0., float beta=0., str binary="none", '
+    "Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor",
     "linear_unpack": "linear_unpack(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
     "linear_unpack_gated": "linear_unpack_gated(Tensor packed, int out_features, int in_features, ScalarType dtype) "
     "-> (Tensor gate, Tensor up)",
@@ -174,6 +180,13 @@ def samples_layer_norm() -> Iterator[Call]:
     for dtype in FLOATS:
         yield (random(3, 5, K, dtype=dtype), random(K), random(K, dtype=dtype)), {}
         yield (random(3, K, dtype=dtype),), {"residual": random(3, K), "return_sum": True, "out_dtype": torch.float32}
+    yield (random(0, K),), {}
+
+
+def samples_softmax() -> Iterator[Call]:
+    for dtype in FLOATS:
+        yield (random(3, 5, K, dtype=dtype),), {}
+        yield (random(K, 3, dtype=dtype).t(),), {"out_dtype": torch.float32}
     yield (random(0, K),), {}
 
 
@@ -341,6 +354,31 @@ def samples_linear_pack_gated() -> Iterator[Call]:
 def samples_linear_pack_int8() -> Iterator[Call]:
     yield (random(N, K, dtype=torch.int8), random(N)), {}
     yield (random(N, K, dtype=torch.int8), random(1), torch.tensor([3], dtype=torch.int32)), {}
+
+
+def weight_only_samples(gated: bool = False) -> Iterator[tuple[Call, int]]:
+    """Arguments of linear_pack_weight_only, and in_features."""
+    for bits, (k, group) in itertools.product((4, 8), ((K, K), (70, 32))):
+        codes = (random(N, k, dtype=torch.int8) >> (8 - bits)).to(torch.int8)
+        scale = random(N, -(-k // group)).abs()
+        options = {"bits": bits, "group_size": group, "gated": gated}
+        yield ((codes, scale), options), k
+        yield ((codes, scale, torch.full_like(scale, 3, dtype=torch.int32)), options), k
+
+
+def samples_linear_pack_weight_only() -> Iterator[Call]:
+    for gated in (False, True):
+        yield from (call for call, _ in weight_only_samples(gated))
+
+
+def samples_linear_weight_only() -> Iterator[Call]:
+    for ((args, kwargs), k), dtype in itertools.product(weight_only_samples(), FLOATS):
+        weight = ops.linear_pack_weight_only(*args, **kwargs)
+        yield (random(2, 3, k, dtype=dtype), weight, N, random(N)), {"activation": "relu"}
+        yield (random(3, k, dtype=dtype), weight, N), {"binary": "add", "other": random(N), "out_dtype": torch.float32}
+    for (args, kwargs), k in weight_only_samples(gated=True):
+        weight = ops.linear_pack_weight_only(*args, **kwargs)
+        yield (random(3, k), weight, N // 2, random(N // 2), random(N // 2)), {"activation": "silu"}
 
 
 def samples_linear_unpack() -> Iterator[Call]:
@@ -617,6 +655,15 @@ def test_argument_on_another_device(argument: str) -> None:
     arguments[argument] = arguments[argument].to("meta")
     with pytest.raises(RuntimeError, match=f"xopt::linear: {argument}: expected a tensor on"):
         ops.linear(X, out_features=N, binary="add", **arguments)
+
+
+@pytest.mark.parametrize("op", registered_ops())
+def test_tensors_of_intel_gpus_are_refused_in_one_line(op: str) -> None:
+    """By what the dispatcher would call for them, since torch cannot make one without such a device."""
+    args, kwargs = samples_of(op)[0]
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
+    with pytest.raises(RuntimeError, match=f"^xopt::{op}: input: expected tensors on the CPU, got some on xpu, .*$"):
+        getattr(ops, op).default.redispatch(keys, *args, **kwargs)
 
 
 def test_huge_weight_is_an_error_of_memory() -> None:

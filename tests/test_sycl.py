@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import xopt
 from tests.families import find_family
@@ -38,9 +39,9 @@ def run_family(name: str, count: int = CASES, dtype: str | None = None) -> None:
     family = find_family(name)
 
     def is_meant(case: Any) -> bool:
-        computed = getattr(case, "packed", getattr(case, "dtype", None))
+        computed = getattr(case, "packed", getattr(case, "dtype", getattr(case, "input", None)))
         # Each dtype is a build of seconds, and fp16's tiles are proven by the linear layers.
-        built_for_another = computed == "f16" and name in ("conv", "attention")
+        built_for_another = computed == "f16" and name in ("weight_only", "conv", "attention")
         return getattr(case, "depth", 0) <= MOST_DEPTH and dtype in (None, computed) and not built_for_another
 
     before = sum(sycl.calls().values())
@@ -49,15 +50,17 @@ def run_family(name: str, count: int = CASES, dtype: str | None = None) -> None:
     assert sum(sycl.calls().values()) - before > ran // 2
 
 
-@pytest.mark.parametrize(
-    "name", ["linear", "linear_gated", "linear_norm", "qlinear", "norm", "rotary", "attention", "conv"]
-)
+LINEAR = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
+IMAGES = ("conv", "group_norm", "pool", "upsample")
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *IMAGES, "norm", "softmax", "rotary", "attention"])
 def test_operators_against_float64(name: str) -> None:
     with sycl.device("cpu"):
         run_family(name)
 
 
-@pytest.mark.parametrize("name", ["linear", "attention"])
+@pytest.mark.parametrize("name", ["linear", "weight_only", "attention"])
 def test_other_tiles(name: str) -> None:
     """On AMX those of XMX, a GPU's matrix units; on vectors, whose tiles are as large as XMX's, those of AMX."""
     with sycl.device("cpu") as device:
@@ -164,11 +167,32 @@ def mobilenet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return transformers.MobileNetV2Model(config), {"pixel_values": torch.randn(1, 3, 64, 64)}
 
 
+class Up(nn.Module):
+    """What a UNet is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.AvgPool2d(2))
+        self.norm = torch.nn.Sequential(
+            torch.nn.GroupNorm(4, 16), torch.nn.SiLU(), torch.nn.Conv2d(16, 16, 3, padding=1)
+        )
+        self.up = torch.nn.Sequential(torch.nn.Upsample(scale_factor=2), torch.nn.Conv2d(16, 3, 1))
+
+    def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.down(pixel_values)
+        return {"out": self.up(x + self.norm(x))}
+
+
+def unet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Up(), {"pixel_values": torch.randn(2, 3, 12, 12)}
+
+
 MODELS = {
+    unet: {"gemm", "conv", "group_norm", "pool", "upsample"},
     bert: {"gemm", "attention", "norm"},
     vit: {"gemm", "conv", "attention", "norm"},  # patches of an image are a convolution
     llama: {"gemm", "attention", "norm", "rotary"},
-    resnet: {"gemm", "conv"},
+    resnet: {"gemm", "conv", "pool"},
     mobilenet: {"gemm", "conv", "conv_depthwise"},
 }
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import xopt
 from tests import fresh_process
+from tests.conv_cases import last
 from xopt import sycl
 from xopt.sycl import loading
 
@@ -130,6 +131,25 @@ def test_a_chain_waits_only_at_its_end() -> None:
         assert device.synchronizations() == before
         device.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(expected * 2, first + got, strict=True))
+
+
+@needs_sycl
+@torch.no_grad()
+def test_what_an_operator_had_on_its_stack_outlives_it() -> None:
+    """The places of an interpolation, which kernels read after the operators have returned, without a wait between."""
+    images = [last(torch.randn(1, 5, size, size + 1)) for size in range(2, 40)]
+    resized = [list(reversed(image.shape[2:])) for image in images]
+    expected = [
+        torch.nn.functional.interpolate(image, size, mode="bilinear")
+        for image, size in zip(images, resized, strict=True)
+    ]
+    with sycl.device("cpu", asynchronous=True) as device:
+        before = device.synchronizations()
+        pairs = zip(images, resized, strict=True)
+        got = [torch.ops.xopt.upsample(image, size, "linear") for image, size in pairs]
+        assert device.synchronizations() == before
+        device.synchronize()
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
 
 
 @needs_sycl

@@ -12,48 +12,17 @@
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
 #include "tiles/any_dtype.h"
+#include "tiles/row_loops.h"
 
 namespace xopt::XOPT_ISA {
 namespace {
 
-constexpr int64_t kSums = 4;                 // one would wait for each addition
 constexpr int64_t kValuesOfAThread = 16384;  // fewer are not worth waking another thread
 
 struct None {};  // the type of what a call does not have
 
 template <class T>
 constexpr bool kGiven = !std::is_same_v<T, None>;
-
-// Runs f(i, count) for each vector of a row; a constant `count` leaves no trace of the tail in the loop.
-template <class Function>
-XOPT_INLINE void for_each_vector(int64_t columns, const Function& f) {
-  int64_t i = 0;
-  for (; i + kWidth <= columns; i += kWidth) f(i, kWidth);
-  if (i < columns) f(i, columns - i);
-}
-
-// The sum of f(i, count), which are zero past their first `count` values.
-template <class Function>
-XOPT_INLINE float sum_of(int64_t columns, const Function& f) {
-  F sums[kSums];
-#pragma GCC unroll 4
-  for (int64_t s = 0; s < kSums; ++s) sums[s] = set1(0.0F);
-  int64_t i = 0;
-  for (; i + kSums * kWidth <= columns; i += kSums * kWidth) {
-#pragma GCC unroll 4
-    for (int64_t s = 0; s < kSums; ++s) sums[s] = add(sums[s], f(i + s * kWidth, kWidth));
-  }
-  for (; i + kWidth <= columns; i += kWidth) sums[0] = add(sums[0], f(i, kWidth));
-  if (i < columns) sums[1] = add(sums[1], f(i, columns - i));
-  return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-}
-
-XOPT_INLINE F first_of(F x, int64_t count) {
-  if (count >= kWidth) return x;
-  float buffer[kWidth];
-  store(buffer, x);
-  return load_first(buffer, count);
-}
 
 // Of one row. The loops take these by value: behind a reference, each store could change them.
 struct RowInput {
@@ -179,14 +148,6 @@ class RowNorm {
     const uint8_t *input, *residual;
   };
   Place place_of(int64_t row) const { return {row_of(call_.input, row), row_of(call_.residual, row)}; }
-
-  static const uint8_t* row_of(const RowsView& view, int64_t row) {
-    if (view.data == nullptr) return nullptr;
-    // Most views have one stride, and a 64-bit division costs as much as the norm of a hundred values.
-    const int64_t outer = row < view.inner_rows ? 0 : row / view.inner_rows;
-    const int64_t offset = outer * view.outer_stride + (row - outer * view.inner_rows) * view.row_stride;
-    return static_cast<const uint8_t*>(view.data) + offset * dtype_size(view.dtype);
-  }
 
   void norm_row(int64_t row, const Place& place, const Place& next) {
     const int64_t n = call_.columns, input_size = dtype_size(call_.input.dtype);

@@ -23,15 +23,6 @@ constexpr int64_t kRunBytes = 64;                      // of one output column w
 constexpr int64_t kColumnBytes = 3 * sizeof(int32_t);  // int8: scale, column sum and zero point of a column
 constexpr int64_t kBytesPerThread = 256 * 1024;        // less is not worth a thread
 
-// ---- Header ---------------------------------------------------------------------------------------------------------
-
-uint32_t header_checksum(const PackedHeader& header) {
-  const auto* bytes = reinterpret_cast<const uint8_t*>(&header);
-  uint32_t hash = 2166136261U;
-  for (size_t i = 0; i < offsetof(PackedHeader, checksum); ++i) hash = (hash ^ bytes[i]) * 16777619U;
-  return hash;
-}
-
 bool is_weight_dtype(DType dtype) {
   return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16 || dtype == DType::s8;
 }
@@ -257,6 +248,13 @@ void unpack_column_values(const UnpackCall& call, const PackedHeader& header, co
 
 }  // namespace
 
+uint32_t header_checksum(const void* header) {
+  const auto* bytes = static_cast<const uint8_t*>(header);
+  uint32_t hash = 2166136261U;
+  for (size_t i = 0; i < offsetof(PackedHeader, checksum); ++i) hash = (hash ^ bytes[i]) * 16777619U;
+  return hash;
+}
+
 bool packed_header_init(PackedHeader* header, DType dtype, int64_t n, int64_t k, bool gated, bool has_zero_point) {
   constexpr int64_t kMost = int64_t{1} << 56;  // so that rounding up cannot overflow
   if (n < 0 || k < 0 || n > kMost || k > kMost || !is_weight_dtype(dtype)) return false;
@@ -277,7 +275,7 @@ bool packed_header_init(PackedHeader* header, DType dtype, int64_t n, int64_t k,
   header->n = n;
   header->k = k;
   header->bytes = bytes;
-  header->checksum = header_checksum(*header);
+  header->checksum = header_checksum(header);
   return true;
 }
 
@@ -286,7 +284,7 @@ const char* packed_header_error(const void* data, int64_t bytes) {
   PackedHeader header;
   std::memcpy(&header, data, sizeof(header));
   if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0) return "it does not begin with 'xoptpack'";
-  if (header.checksum != header_checksum(header)) return "its header is corrupted (wrong checksum)";
+  if (header.checksum != header_checksum(&header)) return "its header is corrupted (wrong checksum)";
   if (header.version != kVersion) return "it has the layout of another version of xopt";
   PackedHeader expected;
   if (header.gated > 1 || header.has_zero_point > 1 ||
@@ -299,9 +297,19 @@ const char* packed_header_error(const void* data, int64_t bytes) {
   return nullptr;
 }
 
-PackedWeight::PackedWeight(const void* data) {
+namespace {
+
+PackedHeader read_header(const void* data) {
   PackedHeader header;
   std::memcpy(&header, data, sizeof(header));
+  return header;
+}
+
+}  // namespace
+
+PackedWeight::PackedWeight(const void* data) : PackedWeight(read_header(data), data) {}
+
+PackedWeight::PackedWeight(const PackedHeader& header, const void* data) {
   const Parts parts(header, const_cast<void*>(data));
   dtype = header.dtype;
   gated = header.gated != 0;

@@ -27,7 +27,7 @@ struct PackedHeader {
   int64_t k;      // input features
   int64_t bytes;  // of the whole, header included
   uint8_t unused[12];
-  uint32_t checksum;  // FNV-1a of the 60 bytes before it
+  uint32_t checksum;  // header_checksum: FNV-1a
 };
 static_assert(sizeof(PackedHeader) == 64);
 
@@ -39,6 +39,8 @@ constexpr int64_t packed_panel_bytes(DType dtype, int64_t k) {
   return (k + packed_tile_k(dtype) - 1) / packed_tile_k(dtype) * 2 * kTileBytes;
 }
 
+// Of a header's 60 bytes before it.
+uint32_t header_checksum(const void* header);
 // Fills a header (checksum included); false where the sizes are negative or the total overflows.
 bool packed_header_init(PackedHeader* header, DType dtype, int64_t n, int64_t k, bool gated, bool has_zero_point);
 // nullptr if `data` (of `bytes` bytes) is a whole packed weight, else what is wrong with it, in words.
@@ -47,6 +49,8 @@ const char* packed_header_error(const void* data, int64_t bytes);
 // Where the parts of a packed weight lie. Made from a checked header.
 struct PackedWeight {
   explicit PackedWeight(const void* data);
+  // `data`: with room for the header, which is not looked at.
+  PackedWeight(const PackedHeader& header, const void* data);
   // Only `count` output columns from `first` on, which begins a panel: one of several weights packed side by side.
   [[nodiscard]] PackedWeight columns(int64_t first, int64_t count) const;
 

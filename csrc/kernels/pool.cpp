@@ -15,22 +15,6 @@ namespace {
 constexpr int64_t kVectors = 4;              // of channels, reduced at once
 constexpr int64_t kValuesOfAThread = 16384;  // fewer are not worth waking another thread
 
-// The places of a window along one dimension that lie inside: `count` from `first` on, and how many there are with the
-// padding.
-struct Window {
-  int64_t first, count, with_padding;
-};
-
-Window window_at(const PoolCall& call, int dim, int64_t position) {
-  const PatchesView& v = call.input;
-  const int64_t begin = position * v.stride[dim] - v.padding[dim], dilation = v.dilation[dim];
-  const int64_t skipped = begin < 0 ? (-begin + dilation - 1) / dilation : 0;
-  const int64_t inside = v.in[dim] - begin <= 0 ? 0 : (v.in[dim] - begin + dilation - 1) / dilation;
-  const int64_t end = minimum(v.kernel[dim], inside);
-  const int64_t padded_end = minimum(begin + v.kernel[dim], v.in[dim] + call.padding_after[dim]);
-  return {begin + skipped * dilation, maximum<int64_t>(0, end - skipped), padded_end - begin};
-}
-
 // What a window's values become.
 struct Max {
   F value = set1(-__builtin_inff());
@@ -52,7 +36,8 @@ struct Average {
 };
 
 template <class Kind, int N, class T>
-XOPT_INLINE void reduce(const T* first, const Window* windows, const int64_t* step, int64_t count, F divisor, T* out) {
+XOPT_INLINE void reduce(const T* first, const PoolWindow* windows, const int64_t* step, int64_t count, F divisor,
+                        T* out) {
   Kind sums[N];
   for (int64_t d = 0; d < windows[0].count; ++d) {
     for (int64_t h = 0; h < windows[1].count; ++h) {
@@ -68,7 +53,7 @@ XOPT_INLINE void reduce(const T* first, const Window* windows, const int64_t* st
 }
 
 template <class Kind, class T>
-void pool_position(const PoolCall& call, const T* image, const Window* windows, T* out) {
+void pool_position(const PoolCall& call, const T* image, const PoolWindow* windows, T* out) {
   const PatchesView& v = call.input;
   int64_t step[3];
   int64_t inside = 1, padded = 1;
@@ -98,11 +83,12 @@ void pool_of(const PoolCall& call) {
   parallel(static_cast<int>(threads), [&](int thread, int count) {
     for (int64_t line = lines * thread / count; line < lines * (thread + 1) / count; ++line) {
       const int64_t image = line / (v.out[0] * v.out[1]);
-      Window windows[3] = {window_at(call, 0, line / v.out[1] % v.out[0]), window_at(call, 1, line % v.out[1]), {}};
+      PoolWindow windows[3] = {
+          pool_window(call, 0, line / v.out[1] % v.out[0]), pool_window(call, 1, line % v.out[1]), {}};
       const T* from = static_cast<const T*>(v.data) + image * v.image_stride;
       T* out = static_cast<T*>(call.out) + line * v.out[2] * v.channels;
       for (int64_t w = 0; w < v.out[2]; ++w, out += v.channels) {
-        windows[2] = window_at(call, 2, w);
+        windows[2] = pool_window(call, 2, w);
         pool_position<Kind>(call, from, windows, out);
       }
     }

@@ -18,6 +18,24 @@ struct PoolCall {
   void* out;                 // [images, positions, channels], contiguous
 };
 
+// The places of a window along one dimension that lie inside: `count` from `first` on, and how many there are with the
+// padding.
+struct PoolWindow {
+  int64_t first, count, with_padding;
+};
+
+// Of internal linkage: every level compiles its own, and so do device sources.
+static inline PoolWindow pool_window(const PoolCall& call, int dim, int64_t position) {
+  const PatchesView& v = call.input;
+  const int64_t begin = position * v.stride[dim] - v.padding[dim], dilation = v.dilation[dim];
+  const int64_t skipped = begin < 0 ? (-begin + dilation - 1) / dilation : 0;
+  const int64_t inside = v.in[dim] - begin <= 0 ? 0 : (v.in[dim] - begin + dilation - 1) / dilation;
+  const int64_t end = inside < v.kernel[dim] ? inside : v.kernel[dim];
+  const int64_t padded = v.in[dim] + call.padding_after[dim];
+  const int64_t padded_end = begin + v.kernel[dim] < padded ? begin + v.kernel[dim] : padded;
+  return {begin + skipped * dilation, end > skipped ? end - skipped : 0, padded_end - begin};
+}
+
 using PoolFn = void(const PoolCall& call);
 
 }  // namespace xopt

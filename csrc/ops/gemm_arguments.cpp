@@ -76,8 +76,6 @@ bool collapse_rows(const int64_t* sizes, const int64_t* strides, int64_t dims, R
   return true;
 }
 
-namespace {
-
 void check_packed_bytes(const Checked& checked) {
   const Tensor& packed = checked.tensor;
   checked.cpu();
@@ -88,14 +86,20 @@ void check_packed_bytes(const Checked& checked) {
   }
 }
 
-PackedHeader aligned_header(const Checked& checked) {
+void check_packed_alignment(const Checked& checked) {
   const void* data = checked.tensor.data();
   if (reinterpret_cast<uintptr_t>(data) % kPackedAlignment != 0) {
     checked.fail("expected data at a multiple of ", kPackedAlignment, " bytes, got address ", data,
                  "; pass its clone()");
   }
+}
+
+namespace {
+
+PackedHeader aligned_header(const Checked& checked) {
+  check_packed_alignment(checked);
   PackedHeader header;
-  std::memcpy(&header, data, sizeof(header));
+  std::memcpy(&header, checked.tensor.data(), sizeof(header));
   return header;
 }
 

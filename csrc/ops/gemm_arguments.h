@@ -7,6 +7,10 @@
 
 namespace xopt::ops {
 
+// Whether it can be a packed weight at all: one run of bytes; and that it lies where kernels can load it.
+void check_packed_bytes(const Checked& checked);
+void check_packed_alignment(const Checked& checked);
+
 enum class WeightKind { floating, int8 };
 
 // The packed weight, after its header was checked against what the caller says about it.

@@ -1,6 +1,6 @@
 // Kernel "gemm" on a device. See kernels/gemm.h and device/gemm.sycl.
-#include "sycl/norm_rows.h"
 #include "sycl/product.h"
+#include "sycl/rows.h"
 
 namespace xopt::sycl_device {
 namespace {

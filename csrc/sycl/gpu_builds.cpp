@@ -11,10 +11,13 @@ std::vector<Build> gpu_builds(const TileShape& tile) {
     const Tiling tiling = Tiling::of(dtype, tile, kMatrix, kCpu);
     builds.push_back({"gemm.sycl", product_options(tiling, dtype)});
     if (dtype == DType::s8 || dtype == DType::u8) continue;
+    builds.push_back({"gemm_weight_only.sycl", product_options(tiling, dtype)});
     builds.push_back({"conv.sycl", product_options(tiling, dtype)});
     builds.push_back({"attention.sycl", attention_options(tiling, dtype, kLocalBytes)});
   }
-  for (const char* source : {"norm.sycl", "rotary.sycl", "conv_depthwise.sycl"})
+  builds.push_back({"gemv_weight_only.sycl", gemv_options(tile.n, kGpuSplits)});
+  for (const char* source : {"norm.sycl", "softmax.sycl", "rotary.sycl", "conv_depthwise.sycl", "group_norm.sycl",
+                             "pool.sycl", "upsample.sycl"})
     builds.push_back({source, lane_options(tile.n)});
   return builds;
 }

@@ -1,4 +1,4 @@
-// The launch of a product with a packed weight on a device, for "gemm" and "conv". See device/product.h.
+// The launch of a product with a packed weight on a device, for "gemm", "gemm_weight_only" and "conv". See device/product.h.
 #pragma once
 
 #include "kernels/gemm.h"
@@ -14,17 +14,22 @@ inline Options product_options(const Tiling& tiling, DType dtype) {
   return options;
 }
 
+// Work-groups of neighbouring panels, by blocks of rows, by products.
+inline sycl::nd_range<3> product_range(const Tiling& tiling, int64_t rows, int64_t panels, int64_t products) {
+  const auto items = static_cast<size_t>(tiling.lanes) * static_cast<size_t>(tiling.sub_groups);
+  const auto across = static_cast<size_t>(ceil_div(panels, tiling.sub_groups));
+  const auto down = static_cast<size_t>(ceil_div(rows, tiling.rows()));
+  return {{static_cast<size_t>(products), down, across * items}, {1, 1, items}};
+}
+
 // `dtype`: of A, as the product takes it.
 template <class Call>
 void launch_product(Stream& stream, const char* name, DType dtype, const Call& call, int64_t rows, int64_t panels,
                     int64_t products) {
   const Tiling& tiling = stream.tiling(dtype);
   sycl::kernel& kernel = stream.kernel(name, dtype_name(dtype), [&] { return product_options(tiling, dtype); });
-  const auto items = static_cast<size_t>(tiling.lanes * tiling.sub_groups);
-  const auto across = static_cast<size_t>(ceil_div(panels, tiling.sub_groups));
-  const auto down = static_cast<size_t>(ceil_div(rows, tiling.rows()));
   const OutPositions* apart = call.epilogue.positions;
-  stream.launch(kernel, {{static_cast<size_t>(products), down, across * items}, {1, 1, items}}, call,
+  stream.launch(kernel, product_range(tiling, rows, panels, products), call,
                 apart == nullptr ? OutPositions{} : *apart);
 }
 

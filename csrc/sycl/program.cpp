@@ -40,12 +40,14 @@ std::string machine_code(const sycl::kernel& kernel) {
   cl_kernel native = sycl::get_native<sycl::backend::opencl>(kernel);
   size_t size = 0;
   bool good =
-      XOPT_OPENCL(clGetKernelInfo)(native, CL_KERNEL_PROGRAM, sizeof(program), &program, nullptr) == CL_SUCCESS &&
+      XOPT_OPENCL(clGetKernelInfo)(native, CL_KERNEL_PROGRAM, sizeof(cl_program), static_cast<void*>(&program),
+                                   nullptr) == CL_SUCCESS &&
       XOPT_OPENCL(clGetProgramInfo)(program, CL_PROGRAM_BINARY_SIZES, sizeof(size), &size, nullptr) == CL_SUCCESS;
   std::string code(good ? size : 0, '\0');
   auto* data = reinterpret_cast<unsigned char*>(code.data());
   good = good && size > 0 &&
-         XOPT_OPENCL(clGetProgramInfo)(program, CL_PROGRAM_BINARIES, sizeof(data), &data, nullptr) == CL_SUCCESS;
+         XOPT_OPENCL(clGetProgramInfo)(program, CL_PROGRAM_BINARIES, sizeof(data), static_cast<void*>(&data),
+                                       nullptr) == CL_SUCCESS;
   return good ? code : std::string();
 }
 

@@ -117,10 +117,23 @@ void* Stream::scratch(int64_t bytes) {
   return scratch_;
 }
 
+const void* Stream::keep(const void* data, size_t bytes) {
+  void* copy = sycl::malloc_host(bytes, context_);
+  if (copy == nullptr) {
+    throw std::runtime_error("xopt.sycl: there are no " + std::to_string(bytes) + " bytes of memory left that " +
+                             facts_.name + " can read");
+  }
+  kept_.push_back(copy);
+  return std::memcpy(copy, data, bytes);
+}
+
 void Stream::synchronize() {
   require_usable();
   ++synchronizations_;
-  queue_.wait_and_throw();
+  queue_.wait();
+  for (void* copy : kept_) sycl::free(copy, context_);
+  kept_.clear();
+  queue_.throw_asynchronous();
 }
 
 }  // namespace xopt::sycl_device

@@ -44,6 +44,11 @@ inline std::string build_option(const char* name, int64_t value) {
 }
 // Of kernels without tiles.
 inline Options lane_options(int lanes) { return {build_option("SG", lanes)}; }
+// Of products of at most kGemvRows rows, whose columns are shared by so many work-items.
+inline constexpr int kGemvRows = 4, kGpuSplits = 8;
+inline Options gemv_options(int lanes, int splits) {
+  return {build_option("SG", lanes), build_option("ROWS", kGemvRows), build_option("SPLITS", splits)};
+}
 inline Options attention_options(const Tiling& tiling, DType dtype, int64_t local_bytes) {
   Options options = tiling.options(dtype);
   options.push_back(build_option("LOCAL", local_bytes));
@@ -54,7 +59,6 @@ class Stream final : public Offload {
  public:
   // `forced`: a tile's rows, columns and depth (of bf16), in place of the device's best.
   Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced, bool waits);
-  virtual ~Stream() = default;
 
   // The stream that the calling thread runs kernels on. Only to be called by them.
   static Stream& current() { return static_cast<Stream&>(*current_offload()); }
@@ -88,6 +92,8 @@ class Stream final : public Offload {
 
   // Memory for what one kernel of an operator hands to its next. The next call's may be the same.
   void* scratch(int64_t bytes);
+  // A copy of what an operator has on its own stack and a kernel reads, until all kernels so far have run.
+  const void* keep(const void* data, size_t bytes);
   // At the end of an operator.
   void finish() {
     if (waits_) synchronize();
@@ -112,6 +118,7 @@ class Stream final : public Offload {
   int lanes_;
   void* scratch_ = nullptr;
   int64_t scratch_bytes_ = 0;
+  std::vector<void*> kept_;
   int64_t synchronizations_ = 0;
 };
 

@@ -21,6 +21,7 @@ constexpr int kTilesN = static_cast<int>(kPanelColumns) / kTileN;
 constexpr int kSubGroups = XOPT_SUBGROUPS;
 constexpr int kItems = kSubGroups * kLanes;
 constexpr int kChunk = XOPT_CHUNK;
+constexpr int kRowBytes = 64;  // of a packed tile
 static_assert(kChunk % kPackedK == 0);
 
 using Item = sycl::nd_item<3>;
@@ -66,26 +67,42 @@ inline void finish(const GemmCall& call, const OutPositions& positions, int64_t 
 
 using Sums = TileSum[XOPT_TILES_M][kTilesN];
 
-inline void multiply_tiles(const Staged* a, const uint8_t* panel, int64_t first, int depth, Sums& sums) {
+// A packed weight's panel, whose tiles are loaded from where they lie.
+struct PackedPanel {
+  const uint8_t* data;
+
+  void prepare(int64_t) const {}
+  void load(int64_t k, int column, TileB& to) const {
+    const uint8_t* tile =
+        data + (k / kPackedK * 2 + column / kTileColumns) * kTileBytes + k % kPackedK / kGroup * kRowBytes;
+    to.load(reinterpret_cast<const Stored*>(tile) + column % kTileColumns * kGroup);
+  }
+};
+struct PackedPanels {
+  const PackedWeight& weight;
+  PackedPanel panel(int64_t index, int, int) const { return {weight.panel_data + index * weight.panel_bytes}; }
+};
+
+// `panel`: prepares what it has at a depth before the tiles there are loaded.
+template <class Panel>
+inline void multiply_tiles(const Staged* a, const Panel& panel, int64_t first, int depth, Sums& sums) {
   for (int k = 0; k < depth; k += kTileK) {
     TileA rows[XOPT_TILES_M];
 #pragma unroll
     for (int m = 0; m < XOPT_TILES_M; ++m) rows[m].load(a + m * kTileM * kChunk + k, kChunk);
-    const int64_t at = first + k;
-    const uint8_t* tiles = panel + at / kPackedK * 2 * kTileBytes + at % kPackedK / kGroup * 64;
+    panel.prepare(first + k);
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
       TileB columns;
-      const int column = n * kTileN;
-      columns.load(reinterpret_cast<const Stored*>(tiles + column / kTileColumns * kTileBytes) +
-                   column % kTileColumns * kGroup);
+      panel.load(first + k, n * kTileN, columns);
 #pragma unroll
       for (int m = 0; m < XOPT_TILES_M; ++m) sums[m][n].add_product(rows[m], columns);
     }
   }
 }
 
-inline void multiply_chunk(const Staged* a, const uint8_t* panel, int64_t first, int depth, Sums& sums) {
+template <class Panel>
+inline void multiply_chunk(const Staged* a, const Panel& panel, int64_t first, int depth, Sums& sums) {
 #if XOPT_MATRIX
   multiply_tiles(a, panel, first, depth, sums);
 #else
@@ -99,15 +116,16 @@ inline void multiply_chunk(const Staged* a, const uint8_t* panel, int64_t first,
 #endif
 }
 
-template <class Rows>
-inline void multiply(const Rows& rows, const GemmCall& call, const OutPositions& positions, Local& local) {
+template <class Rows, class Panels>
+inline void multiply(const Rows& rows, const Panels& panels, const GemmCall& call, const OutPositions& positions,
+                     Local& local) {
   const Item item = this_item();
   const int id = static_cast<int>(item.get_local_id(2));
   const int sub_group = id / kLanes, lane_id = id % kLanes;
   const int64_t first_row = static_cast<int64_t>(item.get_group(1)) * kRows;
   const int64_t panel = static_cast<int64_t>(item.get_group(2)) * kSubGroups + sub_group;
   const bool works = panel < call.weight.panels;  // alike in a whole sub-group
-  const uint8_t* panel_data = call.weight.panel_data + panel * call.weight.panel_bytes;
+  const auto panel_data = panels.panel(panel, sub_group, lane_id);
   const bool adds_rows = kIsInteger && call.weight.zero_point != nullptr;
 
   Sums sums;

@@ -18,6 +18,10 @@ Fake = TypeVar("Fake", bound=Callable[..., object])
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def ceil_div(value: Size, divisor: int) -> Size:
+    return (value + divisor - 1) // divisor
+
+
 def fake_of(op: str) -> Callable[[Fake], Fake]:
     def register(fake: Fake) -> Fake:
         torch.library.register_fake(f"xopt::{op}", fake)

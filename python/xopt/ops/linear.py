@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from xopt.ops.costs import Shape, Work, cost_of, product, rows_of
-from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+from xopt.ops.fakes import FLOATING, Size, Tensor, ceil_div, check, fake_of
 
 _HEADER_BYTES = 64
 _TILE_BYTES = 1024
@@ -19,15 +19,11 @@ def check_packed(op: str, packed: Tensor) -> None:
         )
 
 
-def _output(op: str, input: Tensor, packed: Tensor, out_features: Size, dtype: torch.dtype) -> Tensor:
+def packed_output(op: str, input: Tensor, packed: Tensor, out_features: Size, dtype: torch.dtype) -> Tensor:
     check_packed(op, packed)
     if input.dim() < 1:
         raise RuntimeError(f"xopt::{op}: input: expected at least one dimension, got 0")
     return input.new_empty((*input.shape[:-1], out_features), dtype=dtype)
-
-
-def _ceil_div(value: Size, divisor: int) -> Size:
-    return (value + divisor - 1) // divisor
 
 
 def packed_bytes(like: Tensor, out_features: Size, in_features: Size, dtype: torch.dtype, gated: bool) -> Tensor:
@@ -36,8 +32,8 @@ def packed_bytes(like: Tensor, out_features: Size, in_features: Size, dtype: tor
 
 def layout_bytes(out_features: Size, in_features: Size, itemsize: int, gated: bool) -> Size:
     """The size of csrc/kernels/packed.h's layout."""
-    panels = _ceil_div(out_features, 16 if gated else 32)
-    panel_bytes = _ceil_div(in_features * itemsize, 64) * 2 * _TILE_BYTES
+    panels = ceil_div(out_features, 16 if gated else 32)
+    panel_bytes = ceil_div(in_features * itemsize, 64) * 2 * _TILE_BYTES
     if itemsize == torch.int8.itemsize:
         panel_bytes += 32 * _COLUMN_BYTES
     return _HEADER_BYTES + panels * panel_bytes
@@ -127,7 +123,7 @@ def _linear(
 ) -> Tensor:
     named = {"input": input, "packed": packed, "bias": bias, "other": other, "scale": scale}
     check("linear", named, FLOATING)
-    return _output("linear", input, packed, out_features, out_dtype or input.dtype)
+    return packed_output("linear", input, packed, out_features, out_dtype or input.dtype)
 
 
 @fake_of("linear_gated")
@@ -145,7 +141,7 @@ def _linear_gated(
 ) -> Tensor:
     named = {"input": input, "packed": packed, "gate_bias": gate_bias, "up_bias": up_bias}
     check("linear_gated", named, FLOATING)
-    return _output("linear_gated", input, packed, out_features, out_dtype or input.dtype)
+    return packed_output("linear_gated", input, packed, out_features, out_dtype or input.dtype)
 
 
 @fake_of("linear_norm")
@@ -165,7 +161,7 @@ def _linear_norm(
 ) -> tuple[Tensor, Tensor]:
     named = {"input": input, "packed": packed, "bias": bias, "residual": residual}
     check("linear_norm", named | {"norm_weight": norm_weight, "norm_bias": norm_bias}, FLOATING)
-    out = _output("linear_norm", input, packed, out_features, out_dtype or input.dtype)
+    out = packed_output("linear_norm", input, packed, out_features, out_dtype or input.dtype)
     return out, torch.empty_like(out) if return_sum else out.new_empty((0,))
 
 
@@ -190,7 +186,7 @@ def _qlinear(
 ) -> Tensor:
     named = {"input": input, "input_scale": input_scale, "input_zero_point": input_zero_point, "packed": packed}
     check("qlinear", named | {"bias": bias, "other": other}, (torch.uint8, torch.int8))
-    return _output("qlinear", input, packed, out_features, out_dtype)
+    return packed_output("qlinear", input, packed, out_features, out_dtype)
 
 
 # ---- Costs ---------------------------------------------------------------------------------------------------------

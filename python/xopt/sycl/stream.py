@@ -42,7 +42,9 @@ class device:  # noqa: N801 - as torch.device, which can be a context as well
     tile: rows, columns and depth (of bf16) of the tiles that products are cut into, in place of the best that the
         device has; (8, 16, 16) is that of XMX.
     asynchronous: operators return before their results are there, and the caller keeps every tensor that they took or
-        gave until `synchronize()`. Otherwise each waits, since what reads a tensor of the CPU next may be torch.
+        gave until `synchronize()`; those have to lie as kernels read them (rows dense, images' channels last), since a
+        copy that an operator makes for itself is freed with it. Otherwise each waits, since what reads a tensor of
+        the CPU next may be torch.
     """
 
     def __init__(

@@ -1,0 +1,44 @@
+// xopt::softmax: softmax over the last dimension.
+#include "kernels/softmax.h"
+
+#include "ops/gemm_arguments.h"
+#include "runtime/registry.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr const char* kOp = "softmax";
+
+Kernel<SoftmaxFn> kernel("softmax", "f32");
+
+struct SoftmaxArguments {
+  explicit SoftmaxArguments(Stack stack) : input(stack.tensor()), out_dtype(stack.optional_dtype_code()) {}
+
+  Tensor input;
+  std::optional<int32_t> out_dtype;
+};
+
+void softmax(StableIValue* stack, uint64_t, uint64_t) {
+  SoftmaxArguments arguments{Stack(stack)};
+  Tensor& input = arguments.input;
+  check_no_gradient({{kOp, "input", input}});
+  SoftmaxCall call{};
+  call.columns = input_features(kOp, input);
+  call.rows = input_rows(input);
+  call.input = rows_view(kOp, "input", &input, kFloating);
+  call.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
+  Tensor out = empty_output(kOp, input, call.columns, call.out_dtype);
+  call.out = out.mutable_data();
+  if (call.rows > 0 && call.columns > 0) kernel(call);
+  return_tensor(stack, 0, std::move(out));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
+  library.def("softmax(Tensor input, *, ScalarType? out_dtype=None) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("softmax", &softmax); }
+
+}  // namespace xopt::ops
