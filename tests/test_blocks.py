@@ -679,3 +679,25 @@ def test_a_block_does_not_return_what_it_was_given() -> None:
         for _ in range(2):
             model(x)[1].zero_()
     assert torch.equal(x, X)
+
+
+def test_a_norm_whose_weight_is_computed_after_the_sum() -> None:
+    class OnePlusWeight(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return functional.layer_norm(input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), OnePlusWeight(64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.first(x)
+            return x + self.second(self.norm(x))  # type: ignore[no-any-return]
+
+    source = Block().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(X), source(X))
+    (fusion,) = xopt.report(optimized).fusions
+    assert "linear+add+layer_norm" in fusion.fused

@@ -21,6 +21,7 @@ from xopt.modules.pattern import (
     dtype_of,
     is_call,
     is_cast,
+    is_of_weights,
     only_user,
     operands,
     shape_of,
@@ -194,12 +195,7 @@ def _unscaled(node: Node, scale: list[Any]) -> Any:
 
 
 def _is_one_a_head(factor: Any) -> bool:
-    return isinstance(factor, Node) and shape_of(factor)[-2:] == (1, 1) and _is_of_weights(factor)
-
-
-def _is_of_weights(node: Node) -> bool:
-    """Whether it is computed from parameters alone, so that its sizes are the same in all calls."""
-    return node.op == "get_attr" or (bool(node.all_input_nodes) and all(map(_is_of_weights, node.all_input_nodes)))
+    return isinstance(factor, Node) and shape_of(factor)[-2:] == (1, 1) and is_of_weights(factor)
 
 
 def _put(graph: Graph, node: Node, found: _Written) -> None:
