@@ -70,8 +70,8 @@ def finished(
     activation_last: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """What follows a product, by torch: a BatchNorm's running mean, variance, weight and bias (of a layer scale there is
-    only the weight), then what a kernel's epilogue has."""
+    """What follows a product, by torch: a BatchNorm's running mean, variance, weight and bias (of a layer scale
+    the weight alone), then what a kernel's epilogue has."""
     if norm is not None:
         mean, variance, weight, bias = norm
         if mean is not None:
