@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import xopt
+from tests.test_linear_batch_norm import relative_error
 
 X = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 48, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -78,10 +79,6 @@ FUSED: dict[type[Scaled], str] = {
 
 def input_of(kind: type[Scaled]) -> Tensor:
     return IMAGE if kind in (ScaledTokens, ScaledImage) else X
-
-
-def relative_error(result: Tensor, exact: Tensor) -> float:
-    return float((result.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("bias", [False, True])
