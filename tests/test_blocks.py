@@ -163,6 +163,29 @@ class Positions(nn.Module):
         return functional.relu(self.linear(x)) + table.amax(0)
 
 
+class Distances(nn.Module):
+    """A table of its own, seen by indices that it makes in the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 40).reshape(20, 2))
+
+    def forward(self, size: int) -> Tensor:
+        index = torch.arange(int(size))
+        return self.table[(index[:, None] - index).abs()].amax(-1).sum(1)
+
+
+class BySize(nn.Module):
+    """What it adds is made by a layer that is given no tensor, but a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.distances = nn.Linear(64, 64), Distances()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.linear(x)) + self.distances(x.shape[1])[:, None]  # type: ignore[no-any-return]
+
+
 class Highest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -208,6 +231,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "factors of one": (Rescaled, ["linear+add"]),
     "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),
+    "by size": (BySize, ["linear+relu"]),
     "tokens": (Tokens, ["add+layer_norm"]),
     "named results": (Highest, ["linear+relu"]),
     "causal attention": (lambda: Attention(True), ["merged linear", "attention"]),

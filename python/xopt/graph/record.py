@@ -144,15 +144,16 @@ class Recorder:
         return self.record("call_function", function, (module, *args), kwargs, example)
 
     def call_with_weights(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """A block that is given no symbol. What it makes of parameters and buffers alone (a table of relative
+        """A block that is given no symbol but sizes. What it makes of parameters and buffers alone (a table of relative
         positions) is a step of its own, which calls it."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        if not tensors or not all(self.knows(tensor) for tensor in tensors):
+        own = tensors or any(self.knows(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
+        if not own or not all(self.knows(tensor) for tensor in tensors):
             return forward(module, *args, **kwargs)
         active.recorder = None
         try:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                example = forward(module, *args, **kwargs)
+                example = forward(module, *self.examples(args), **self.examples(kwargs))
         finally:
             active.recorder = self
         return self.record("call_function", call_plainly, (module, *args), kwargs, example)

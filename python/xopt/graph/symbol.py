@@ -249,6 +249,11 @@ def is_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(True for _ in symbols_in((args, kwargs)))
 
 
+def has_symbolic_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are symbols that stand for more than numbers, as sizes do."""
+    return any(type(symbol._example) not in (int, float) for symbol in symbols_in((args, kwargs)))
+
+
 def recorder_of(*values: Any) -> Recorder:
     recorder: Recorder = next(symbols_in(values))._recorder
     return recorder

@@ -20,7 +20,7 @@ from xopt.config import Config
 from xopt.graph.program import EPOCH, Program, hooked
 from xopt.graph.record import OtherSizes, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
-from xopt.graph.symbol import CannotRecord, is_symbolic
+from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 
@@ -132,7 +132,7 @@ def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict
     """`forward(module, *args, **kwargs)`, as a program where there can be one."""
     if module.training or torch.compiler.is_compiling() or torch._C._is_tracing():
         return forward(module, *args, **kwargs)
-    if active.recorder is not None and not is_symbolic(args, kwargs):
+    if active.recorder is not None and not has_symbolic_objects(args, kwargs):
         return active.recorder.call_with_weights(module, forward, args, kwargs)
     programs: Programs = module.__dict__[PROGRAMS]
     key, values = signature(args, kwargs)
