@@ -231,6 +231,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "factors of one": (Rescaled, ["linear+add"]),
     "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),
+    "number as a tensor": (lambda: Mlp(lambda x: torch.relu(x) * torch.tensor(2.0)), ["linear+relu"]),
     "by size": (BySize, ["linear+relu"]),
     "tokens": (Tokens, ["add+layer_norm"]),
     "named results": (Highest, ["linear+relu"]),
@@ -351,6 +352,11 @@ class WritesToAPart(Mlp):
         return self.down(y)  # type: ignore[no-any-return]
 
 
+class DrawsANumber(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(())
+
+
 class UsesNumpy(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.from_numpy(x.numpy() * 2))
@@ -373,6 +379,16 @@ def test_what_is_no_fixed_sequence_runs_its_own_forward(kind: type[nn.Module]) -
             torch.testing.assert_close(optimized(given), source(kept))
             assert torch.equal(given, kept)
     assert all(not fusion.fused for fusion in xopt.report(optimized).fusions if fusion.path == "0")
+
+
+def test_a_number_drawn_in_the_call_is_no_constant() -> None:
+    model = xopt.optimize(nn.Sequential(DrawsANumber()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        first, second = model(X), model(X)
+        torch.manual_seed(0)
+        assert torch.equal(model(X), first)
+    assert not torch.allclose(first, second)
 
 
 # ---- Forwards that look at sizes -----------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class _WeightsToo(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recorder = self._recorder
+        if function is torch.tensor and args and type(args[0]) is Symbol:  # a size
+            return recorder.call(function, *args, **kwargs)
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
@@ -116,6 +118,7 @@ class Recorder:
         self._attributes: dict[tuple[str, str], Node] = {}
         self._replaced_in_place: list[tuple[Node, Node]] = []
         self.watched: list[tuple[Any, str, Any]] = []
+        self._random_state = torch.get_rng_state()
         self._expected: dict[tuple[Any, Any, Any], Any] = {}
         self.has_effects = False
         self.kept: dict[Any, Any] = {}
@@ -249,6 +252,10 @@ class Recorder:
                 raise CannotRecord("it keeps a tensor from another recording")
             return value._node
         if isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor and value.ndim == 0 and value.is_cpu and not self.knows(value):
+                if not torch.equal(torch.get_rng_state(), self._random_state):
+                    raise CannotRecord("it makes a tensor of its own, and random numbers")
+                return value  # made of numbers, which are constants as well
             if id(value) not in self._tensors:
                 raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
             return self._attribute(*self._tensors[id(value)], _described(value))

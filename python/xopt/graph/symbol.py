@@ -224,12 +224,21 @@ class _Method:
             try:
                 example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
             except RuntimeError:
-                if name != "view":
+                if name == "view":  # its source was a view of what an optimized convolution has left in another layout
+                    name = "reshape"
+                elif name == "masked_fill" and len(args) == 2:  # the lowest of fp32, where autocast makes bf16
+                    args = (args[0], _within(symbol._example.dtype, args[1]))
+                else:
                     raise
-                # Its source was a view of what an optimized convolution has left in another layout.
-                name = "reshape"
-                example = symbol._example.reshape(*recorder.examples(args), **recorder.examples(kwargs))
+                example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
         return recorder.record("call_method", name, (symbol, *args), kwargs, example)
+
+
+def _within(dtype: torch.dtype, value: Any) -> Any:
+    """The number of a dtype that is closest to this one."""
+    if not isinstance(value, float) or not dtype.is_floating_point:
+        return value
+    return max(torch.finfo(dtype).min, min(torch.finfo(dtype).max, value))
 
 
 def symbols_in(value: Any) -> Iterator[Symbol]:
