@@ -231,6 +231,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "factors of one": (Rescaled, ["linear+add"]),
     "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),
+    "padding with nothing": (lambda: Mlp(lambda x: torch.relu(functional.pad(x, (0, 0, 0, 0)))), ["linear+relu"]),
     "number as a tensor": (lambda: Mlp(lambda x: torch.relu(x) * torch.tensor(2.0)), ["linear+relu"]),
     "by size": (BySize, ["linear+relu"]),
     "tokens": (Tokens, ["add+layer_norm"]),
@@ -389,6 +390,29 @@ def test_a_number_drawn_in_the_call_is_no_constant() -> None:
         torch.manual_seed(0)
         assert torch.equal(model(X), first)
     assert not torch.allclose(first, second)
+
+
+class SetsWhatFits(Mlp):
+    """Sets an attribute by the sizes of its input, as Swin's layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] <= 5:
+            self.scale = 2.0
+        return super().forward(x)
+
+
+def test_a_forward_that_sets_an_attribute_once_is_recorded_from_then_on() -> None:
+    source = SetsWhatFits().eval()
+    optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+    large = torch.randn(2, 7, 64)
+    with torch.no_grad():
+        for x in (large, X, large, X, X):
+            torch.testing.assert_close(optimized(x), source(x))
+            assert optimized[0].scale == source.scale
+        optimized[0].scale = source.scale = 3.0
+        torch.testing.assert_close(optimized(large), source(large))
+        torch.testing.assert_close(optimized(X), source(X))
+    assert "linear+gelu_erf" in xopt.report(optimized).fusions[0].fused
 
 
 # ---- Forwards that look at sizes -----------------------------------------------------------------------------------

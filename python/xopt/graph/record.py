@@ -29,6 +29,10 @@ class OtherSizes(Exception):
     """A call whose sizes take another branch than those of the recorded call."""
 
 
+class ChangesItself(CannotRecord):
+    """A forward sets attributes of its module. Once it sets what they are, it can be recorded."""
+
+
 def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) -> None:
     """The step of a recorded graph that ends a call for which the graph does not hold."""
     if function(left, right) != outcome:
@@ -326,7 +330,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         active.recorder = outer
         changed = [kept.module for kept in attributes if kept.restore()]
     if changed:
-        raise CannotRecord(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
+        raise ChangesItself(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
     recorder.finish(result)
     return recorder
 
