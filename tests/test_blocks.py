@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xopt
+from xopt import _C
 
 torch.manual_seed(0)
 X = torch.randn(2, 5, 64)
@@ -765,3 +766,12 @@ def test_a_norm_whose_weight_is_computed_after_the_sum() -> None:
         torch.testing.assert_close(optimized(X), source(X))
     (fusion,) = xopt.report(optimized).fusions
     assert "linear+add+layer_norm" in fusion.fused
+
+
+def test_a_guard_wants_modules_after_their_parents() -> None:
+    guard, module = _C.ModuleGuard(0), nn.Identity()
+    with pytest.raises(ValueError, match="parent: expected an earlier module's place, below 1, got 1"):
+        guard.add(1, "child", weakref.ref(module), 0)
+    guard.add_container(3, "sizes", {})
+    with pytest.raises(IndexError, match="container"):
+        guard(module)

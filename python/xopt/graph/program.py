@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
+from xopt import _C
 from xopt.graph.record import Recorder
 from xopt.graph.symbol import CannotRecord
 
@@ -52,10 +53,7 @@ class Guard:
 
     def __init__(self, root: nn.Module, watched: list[tuple[Any, str, Any]]) -> None:
         self.index: dict[str, int] = {}
-        self._steps: list[tuple[int, str, weakref.ref[nn.Module], int]] = []
-        self._root_epoch = root.__dict__.get(EPOCH, 0)
-        self._watched = watched
-        self._containers: list[tuple[int, str, Any]] = []
+        self._modules = _C.ModuleGuard(root.__dict__.get(EPOCH, 0))
         places: dict[int, int] = {}
         for path, module in root.named_modules(remove_duplicate=False):
             self.index[path] = places[id(module)] if id(module) in places else len(places)
@@ -64,38 +62,27 @@ class Guard:
             places[id(module)] = self.index[path]
             if path:
                 parent, _, name = path.rpartition(".")
-                self._steps.append((self.index[parent], name, weakref.ref(module), module.__dict__.get(EPOCH, 0)))
+                self._modules.add(self.index[parent], name, weakref.ref(module), module.__dict__.get(EPOCH, 0))
             for name, value in module.__dict__.items():
                 if type(value) in (dict, list, set) and name not in _OWN_ATTRIBUTES:
-                    self._containers.append((self.index[path], name, snapshot(value)))
+                    self._modules.add_container(self.index[path], name, snapshot(value))
+        self._computed = [each for each in watched if not _is_stored(*each)]
+        for holder, name, value in watched:
+            if _is_stored(holder, name, value):
+                self._modules.add_watched(holder, name, value)
 
     def __call__(self, root: nn.Module) -> list[nn.Module] | None:
-        if root.__dict__.get(EPOCH, 0) != self._root_epoch:
-            return None
-        modules: list[Any] = [root]
-        for parent, name, reference, epoch in self._steps:
-            module = modules[parent]._modules.get(name)
-            if module is None or module is not reference():
-                return None
-            attributes = module.__dict__
-            if (
-                attributes["training"]
-                or attributes["_forward_hooks"]
-                or attributes["_forward_pre_hooks"]
-                or attributes["_backward_hooks"]
-                or attributes["_backward_pre_hooks"]
-                or "forward" in attributes
-                or attributes.get(EPOCH, 0) != epoch
-            ):
-                return None
-            modules.append(module)
-        for place, name, value in self._containers:
-            if modules[place].__dict__.get(name) != value:
-                return None
-        for watched, name, value in self._watched:
-            if getattr(watched, name, None) != value:
+        modules = self._modules(root)
+        for holder, name, value in self._computed:
+            if getattr(holder, name, None) != value:
                 return None
         return modules
+
+
+def _is_stored(holder: Any, name: str, value: Any) -> bool:
+    """Whether an attribute is what stands in the object's __dict__: a configuration's own way to it may be long."""
+    stored = getattr(holder, "__dict__", None)
+    return type(stored) is dict and name in stored and stored[name] is value
 
 
 def snapshot(value: Any) -> Any:

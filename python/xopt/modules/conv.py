@@ -6,6 +6,7 @@ with the channels last where its weight had them so; `root.py` hands a model its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Taps
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
-from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
+from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told
 from xopt.ops.conv import output_sizes
 
 _CHANNELS_LAST = "_xopt_channels_last"  # in a module's __dict__: its source's weight had its channels last
@@ -56,7 +57,7 @@ class PackedConv(Replacement, PackedState, _ConvNd):
         bias = self._parameters["bias"]
         if not has_packed_weight(self) or is_for_torch(input, bias):
             return self.plain_forward(input)
-        return run(self, input, bias, out_dtype=result_dtype(input))
+        return run(self, input, bias, **told({}, input, None))
 
     def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = plain_parameters(self, input)
@@ -139,7 +140,10 @@ def run(
     if module.padding_mode != "zeros":
         # Modules keep these amounts in the order that pad takes; the operator then pads no more.
         input = functional.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-        padding = [0] * len(padding)
+        padding = (0,) * len(padding)
+    groups = module.groups
+    if groups != 1:
+        options["groups"] = groups
     result: torch.Tensor = _conv(
         input,
         weight.place.packed,
@@ -148,37 +152,47 @@ def run(
         stride=module.stride,
         padding=padding,
         dilation=module.dilation,
-        groups=module.groups,
         **options,
     )
     return result if keeps else result.contiguous()
 
 
-def _padding(module: Any, pad: Sequence[int] = ()) -> list[int]:
+def _padding(module: Any, pad: Sequence[int] = ()) -> tuple[int, ...]:
+    return _amounts(_hashable(module.padding), tuple(module.kernel_size), tuple(module.dilation), tuple(pad))
+
+
+def _hashable(padding: Any) -> str | tuple[int, ...]:
+    return padding if isinstance(padding, str) else tuple(padding)
+
+
+@functools.lru_cache(maxsize=1024)  # asked before each product
+def _amounts(
+    padding: str | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...], pad: tuple[int, ...]
+) -> tuple[int, ...]:
     """Zeros before and after, for each spatial dimension. `pad` has those of the last dimension first."""
-    amounts = _own_padding(module)
-    for place, amount in enumerate(pad):
-        amounts[len(amounts) - 2 * (place // 2 + 1) + place % 2] += amount
-    return amounts
-
-
-def _own_padding(module: Any) -> list[int]:
-    padding = module.padding
-    if padding == "valid":
-        return [0] * (2 * len(module.kernel_size))
-    if padding == "same":
-        amounts = []
-        for step_, size in zip(module.dilation, module.kernel_size, strict=True):
+    amounts: list[int] = []
+    for place, (size, step_) in enumerate(zip(kernel, dilation, strict=True)):
+        if padding == "same":
             total = step_ * (size - 1)
             amounts += [total // 2, total - total // 2]
-        return amounts
-    return [amount for both in padding for amount in (both, both)]
+        else:
+            amount = 0 if isinstance(padding, str) else padding[place]
+            amounts += [amount, amount]
+    for place, amount in enumerate(pad):
+        amounts[len(amounts) - 2 * (place // 2 + 1) + place % 2] += amount
+    return tuple(amounts)
 
 
 def output_shape(module: Any, input: torch.Tensor, pad: Sequence[int] = ()) -> tuple[int, ...]:
-    dims = len(module.kernel_size)
-    geometry = (module.kernel_size, module.stride, _padding(module, pad), module.dilation)
-    return (*input.shape[: -dims - 1], module.out_channels, *output_sizes(input.shape[-dims:], *geometry))
+    geometry = (tuple(module.kernel_size), tuple(module.stride), _padding(module, pad), tuple(module.dilation))
+    return _output_shape(tuple(input.shape), module.out_channels, geometry)
+
+
+@functools.lru_cache(maxsize=1024)
+def _output_shape(shape: tuple[int, ...], channels: int, geometry: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    dims = len(geometry[0])
+    sizes: list[Any] = output_sizes(shape[-dims:], *geometry)
+    return (*shape[: -dims - 1], channels, *sizes)
 
 
 @step(label("conv"))
@@ -202,13 +216,4 @@ def conv(
         input = functional.pad(input, pad) if pad else input
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
-    return run(
-        module,
-        input,
-        bias,
-        pad,
-        scale=scale,
-        other=other,
-        out_dtype=result_dtype(input) if out_dtype is None else out_dtype,
-        **after,
-    )
+    return run(module, input, bias, pad, **told(after, input, out_dtype, scale=scale, other=other))

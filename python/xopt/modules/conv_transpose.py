@@ -23,7 +23,7 @@ from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Taps
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
-from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
+from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told
 from xopt.modules.wide_taps import find_wide
 from xopt.ops.conv_transpose import output_sizes
 
@@ -64,7 +64,7 @@ class PackedConvTranspose(Replacement, PackedState, _ConvTransposeNd):
         bias = self._parameters["bias"]
         if not has_packed_taps(self, extra) or is_for_torch(input, bias):
             return self.plain_forward(input, extra)
-        return run(self, input, extra, bias, out_dtype=result_dtype(input))
+        return run(self, input, extra, bias, **told({}, input, None))
 
     def plain_forward(self, input: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
         weight, bias = plain_parameters(self, input)
@@ -172,13 +172,4 @@ def conv_transpose(
         result = module.plain_forward(input, output_padding)
         return finished(result, norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
-    return run(
-        module,
-        input,
-        output_padding,
-        bias,
-        scale=scale,
-        other=other,
-        out_dtype=result_dtype(input) if out_dtype is None else out_dtype,
-        **after,
-    )
+    return run(module, input, output_padding, bias, **told(after, input, out_dtype, scale=scale, other=other))

@@ -26,7 +26,7 @@ from xopt.modules.packed_parameter import PackedParameter, Place
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same
-from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem
+from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told
 
 _linear = torch.ops.xopt.linear.default
 
@@ -73,14 +73,7 @@ class PackedProduct(PackedState):
         place, bias = place_of(weight_of(self)), self._parameters["bias"]
         if place is None or is_for_torch(input, bias):
             return self.plain_forward(input)
-        return _linear(  # type: ignore[no-any-return]
-            input,
-            place.packed,
-            self.out_features,
-            bias,
-            out_dtype=result_dtype(input),
-            first_column=place.first_column,
-        )
+        return _product(self, place, input, bias, told({}, input, None))
 
     def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = plain_parameters(self, input)
@@ -102,6 +95,14 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
     def replace(cls, module: nn.Linear, context: Context) -> str:
         below = own_forward(module, nn.Linear) and not says_the_same(module)
         return cls.pack(module, context, below=below)
+
+
+def _product(
+    module: PackedProduct, place: Place, input: torch.Tensor, bias: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    if place.first_column != 0:
+        options["first_column"] = place.first_column
+    return _linear(input, place.packed, module.out_features, bias, **options)  # type: ignore[no-any-return]
 
 
 def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedProduct) -> bool:
@@ -126,14 +127,4 @@ def linear(
     if place is None or (other is not None and not is_output_like(other, input, module)):
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
-    return _linear(  # type: ignore[no-any-return]
-        input,
-        place.packed,
-        module.out_features,
-        bias,
-        other=other,
-        out_dtype=result_dtype(input) if out_dtype is None else out_dtype,
-        first_column=place.first_column,
-        scale=scale,
-        **after,
-    )
+    return _product(module, place, input, bias, told(after, input, out_dtype, scale=scale, other=other))

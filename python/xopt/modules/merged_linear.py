@@ -15,6 +15,7 @@ from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
 from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
+from xopt.modules.product import told
 
 _linear = torch.ops.xopt.linear.default
 
@@ -79,5 +80,5 @@ def merged_linear(
     biases = tuple(module._parameters["bias"] for module in modules)
     sizes = [module.out_features for module in modules]
     bias = _joined(biases, sizes) if any(each is not None for each in biases) else None
-    together = _linear(input, weights[0].place.packed, sum(sizes), bias, out_dtype=out_dtype)
+    together = _linear(input, weights[0].place.packed, sum(sizes), bias, **told({}, input, out_dtype))
     return together.split_with_sizes(sizes, -1)  # type: ignore[no-any-return]

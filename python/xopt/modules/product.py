@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from xopt.modules.activation import ACTIVATIONS
-from xopt.modules.base import plain_parameter_problem
+from xopt.modules.base import plain_parameter_problem, result_dtype
 from xopt.modules.computed_weight import computed_problem, is_computed
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
@@ -40,6 +40,27 @@ def plain_parameters(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, to
         weight = weight.to(input.dtype)
         bias = None if bias is None else bias.to(input.dtype)
     return weight, bias
+
+
+def told(
+    options: dict[str, Any],
+    input: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    *,
+    scale: torch.Tensor | None = None,
+    other: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """The options of a product's operator with these among them, where they are not its defaults: to be told one
+    costs torch 1.5 us, and a dtype 3, of the 10 that a small product takes."""
+    if out_dtype is None:
+        out_dtype = result_dtype(input)
+    if out_dtype is not input.dtype:
+        options["out_dtype"] = out_dtype
+    if scale is not None:
+        options["scale"] = scale
+    if other is not None:
+        options["other"] = other
+    return options
 
 
 def label(name: str) -> Callable[[dict[str, Any]], str]:

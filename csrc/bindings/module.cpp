@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/module_guard.h"
 #include "kernels/probe.h"
 #include "runtime/affinity.h"
 #include "runtime/arena.h"
@@ -407,6 +408,7 @@ PYBIND11_MODULE(_C, m) {
   bind_threads(m);
   bind_trace(m);
   bind_tuning(m);
+  bind_module_guard(m);
   m.def("set_arena_limit", &set_arena_limit, py::arg("bytes"),
         "For tests: scratch memory a thread may have in use; negative for no limit.");
   m.def("arena_bytes", &arena_bytes, "Bytes that all scratch arenas hold.");

@@ -1,0 +1,130 @@
+#include "bindings/module_guard.h"
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace xopt {
+namespace {
+
+// Keys of a module's __dict__, made once and kept: they live as long as the interpreter.
+struct Names {
+  PyObject* modules = PyUnicode_InternFromString("_modules");
+  PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* forward = PyUnicode_InternFromString("forward");
+  PyObject* epoch = PyUnicode_InternFromString("_xopt_epoch");
+  PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
+                        PyUnicode_InternFromString("_backward_hooks"),
+                        PyUnicode_InternFromString("_backward_pre_hooks")};
+};
+
+const Names& names() {
+  static const Names all;
+  return all;
+}
+
+// Borrowed; null where there is none.
+PyObject* find(PyObject* dictionary, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(dictionary, key);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value;
+}
+
+py::object attributes_of(PyObject* module) {
+  auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
+  if (!attributes) throw py::error_already_set();
+  return attributes;
+}
+
+bool has_epoch(PyObject* attributes, long long expected) {
+  PyObject* epoch = find(attributes, names().epoch);
+  return epoch == nullptr ? expected == 0 : PyLong_AsLongLong(epoch) == expected;
+}
+
+bool is_empty_dict(PyObject* value) { return value != nullptr && PyDict_Check(value) && PyDict_Size(value) == 0; }
+
+// In evaluation mode, and nobody wants to see, or change, what goes into it and what comes out.
+bool is_plain(PyObject* attributes) {
+  const Names& keys = names();
+  if (find(attributes, keys.training) != Py_False || find(attributes, keys.forward) != nullptr) return false;
+  for (PyObject* hooks : keys.hooks) {
+    if (!is_empty_dict(find(attributes, hooks))) return false;
+  }
+  return true;
+}
+
+bool refers_to(const py::weakref& reference, PyObject* object) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(reference.ptr(), &found) < 0) throw py::error_already_set();
+  Py_XDECREF(found);  // alive at any rate where it is that object
+  return found == object;
+#else
+  return PyWeakref_GetObject(reference.ptr()) == object;
+#endif
+}
+
+bool has(PyObject* attributes, const py::str& name, const py::object& expected) {
+  PyObject* value = find(attributes, name.ptr());
+  if (value == nullptr) return false;
+  const int equal = PyObject_RichCompareBool(value, expected.ptr(), Py_EQ);
+  if (equal < 0) throw py::error_already_set();
+  return equal == 1;
+}
+
+}  // namespace
+
+void ModuleGuard::add(size_t parent, py::str name, py::weakref module, long long epoch) {
+  if (parent > steps_.size()) {
+    throw std::invalid_argument("ModuleGuard.add: parent: expected an earlier module's place, below " +
+                                std::to_string(steps_.size() + 1) + ", got " + std::to_string(parent));
+  }
+  steps_.push_back({parent, std::move(name), std::move(module), epoch});
+}
+
+void ModuleGuard::add_container(size_t place, py::str name, py::object value) {
+  containers_.push_back({place, std::move(name), std::move(value)});
+}
+
+void ModuleGuard::add_watched(py::object holder, py::str name, py::object value) {
+  watched_.push_back({std::move(holder), std::move(name), std::move(value)});
+}
+
+py::object ModuleGuard::operator()(const py::object& root) const {
+  std::vector<py::object> attributes;
+  attributes.reserve(steps_.size() + 1);
+  attributes.push_back(attributes_of(root.ptr()));
+  if (!has_epoch(attributes[0].ptr(), root_epoch_)) return py::none();
+  py::list modules;
+  modules.append(root);
+  for (const Step& step : steps_) {
+    PyObject* below = find(attributes[step.parent].ptr(), names().modules);
+    PyObject* module = below == nullptr ? nullptr : find(below, step.name.ptr());
+    if (module == nullptr || !refers_to(step.module, module)) return py::none();
+    attributes.push_back(attributes_of(module));
+    PyObject* own = attributes.back().ptr();
+    if (!is_plain(own) || !has_epoch(own, step.epoch)) return py::none();
+    modules.append(py::handle(module));
+  }
+  for (const Container& container : containers_) {
+    if (container.place >= attributes.size()) throw py::index_error("ModuleGuard: a container of no module");
+    if (!has(attributes[container.place].ptr(), container.name, container.value)) return py::none();
+  }
+  for (const Watched& watched : watched_) {
+    if (!has(attributes_of(watched.holder.ptr()).ptr(), watched.name, watched.value)) return py::none();
+  }
+  return modules;
+}
+
+void bind_module_guard(py::module_ m) {
+  py::class_<ModuleGuard>(m, "ModuleGuard")
+      .def(py::init<long long>(), py::arg("root_epoch"))
+      .def("add", &ModuleGuard::add, py::arg("parent"), py::arg("name"), py::arg("module"), py::arg("epoch"))
+      .def("add_container", &ModuleGuard::add_container, py::arg("place"), py::arg("name"), py::arg("value"))
+      .def("add_watched", &ModuleGuard::add_watched, py::arg("holder"), py::arg("name"), py::arg("value"))
+      .def("__call__", &ModuleGuard::operator(), py::arg("root"));
+}
+
+}  // namespace xopt

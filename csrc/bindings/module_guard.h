@@ -1,0 +1,55 @@
+// What a recorded program takes for granted of the modules that it uses, asked before each of its calls.
+//
+// In Python the same questions took almost twice as long, 12 us for a layer of BERT.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <vector>
+
+namespace xopt {
+
+class ModuleGuard {
+ public:
+  // The root's own number of changes; see `add`.
+  explicit ModuleGuard(long long root_epoch) : root_epoch_(root_epoch) {}
+
+  // The module by this name below an earlier one, by its place (the root's is 0), with its number of changes.
+  void add(size_t parent, pybind11::str name, pybind11::weakref module, long long epoch);
+  // An attribute of a module that has to compare equal to this value.
+  void add_container(size_t place, pybind11::str name, pybind11::object value);
+  // The same of any object, which has it in its __dict__ and is kept alive.
+  void add_watched(pybind11::object holder, pybind11::str name, pybind11::object value);
+
+  // The modules by their places; None where one was exchanged, is in training, has a hook or a forward of its own, or
+  // was changed.
+  pybind11::object operator()(const pybind11::object& root) const;
+
+ private:
+  struct Step {
+    size_t parent;
+    pybind11::str name;
+    pybind11::weakref module;
+    long long epoch;
+  };
+  struct Container {
+    size_t place;
+    pybind11::str name;
+    pybind11::object value;
+  };
+  struct Watched {
+    pybind11::object holder;
+    pybind11::str name;
+    pybind11::object value;
+  };
+
+  long long root_epoch_;
+  std::vector<Step> steps_;
+  std::vector<Container> containers_;
+  std::vector<Watched> watched_;
+};
+
+void bind_module_guard(pybind11::module_ m);
+
+}  // namespace xopt
