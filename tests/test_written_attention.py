@@ -132,6 +132,20 @@ def flat_and_looked_at(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     return result.view(-1, HEADS, result.size(1), result.size(2)) + scores.mean()  # type: ignore[no-any-return]
 
 
+def kept_where(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As GPT-2 and its like did it."""
+    length = q.size(2)
+    seen = module.seen[:, :, :length, :length].bool()
+    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(DEPTH)
+    lowest = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype)
+    return torch.matmul(torch.where(seen, scores, lowest).softmax(-1), v)
+
+
+def einsum_with_a_transposed_key(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bsij,bsjk->bsik", q / math.sqrt(DEPTH), k.transpose(2, 3)).softmax(-1)
+    return torch.einsum("bsij,bsjk->bsik", weights, v)
+
+
 def weights_are_returned(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     weights = (q @ k.transpose(-2, -1)).softmax(-1)
     return weights @ v, weights
@@ -160,7 +174,7 @@ def between_softmax_and_values(module: Any, q: Tensor, k: Tensor, v: Tensor) -> 
 FOUND = (
     *(as_in_nano_gpt, scaled_query, divided_and_in_fp32, einsum_with_a_finite_fill, two_masks, three_dimensions),
     *(windows_of_an_image, one_factor_a_head, five_dimensions, flat_and_seen_by_heads),
-    flat_with_a_bias_in_the_product,
+    *(flat_with_a_bias_in_the_product, kept_where, einsum_with_a_transposed_key),
 )
 OTHERS = (
     *(weights_are_returned, softmax_over_queries, adds_booleans, sum_of_two_products, scaled_after_the_mask),

@@ -30,7 +30,7 @@ class OtherSizes(Exception):
 
 
 class ChangesItself(CannotRecord):
-    """A forward sets attributes of its module. Once it sets what they are, it can be recorded."""
+    """A forward sets numbers of its module. Once it sets what they are, it can be recorded."""
 
 
 def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) -> None:
@@ -328,9 +328,11 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
             result = forward(root, *fill(args, symbols), **fill(kwargs, symbols))
     finally:
         active.recorder = outer
+        settles = all(kept.differs_in_numbers_alone() for kept in attributes)
         changed = [kept.module for kept in attributes if kept.restore()]
     if changed:
-        raise ChangesItself(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
+        problem = ChangesItself if settles else CannotRecord
+        raise problem(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
     recorder.finish(result)
     return recorder
 
@@ -344,6 +346,12 @@ class _Attributes:
         self._values = dict(module.__dict__)
         kept = (dict, list, set, OrderedDict)
         self._contents = [(value, copy.copy(value)) for value in self._values.values() if type(value) in kept]
+
+    def differs_in_numbers_alone(self) -> bool:
+        now, before = self.module.__dict__, self._values
+        changed = [value for name, value in now.items() if value is not before.get(name, now)]
+        whole = now.keys() >= before.keys() and all(_same(*each) for each in self._contents)
+        return whole and all(type(value) in (bool, int, float) for value in changed)
 
     def restore(self) -> bool:
         """Whether there was anything to undo."""

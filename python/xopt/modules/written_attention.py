@@ -47,7 +47,8 @@ class _Written(NamedTuple):
     factors: list[Node]
     """One for each head, which the query is multiplied by beforehand."""
     masks: list[tuple[str, Any, Any]]
-    """From the inside to the outside: ("add", mask, its factor), ("fill", where, value) or ("windows", mask, sizes)."""
+    """From the inside to the outside: ("add", mask, its factor), ("fill", where, value), ("keep", where, value
+    elsewhere) or ("windows", mask, sizes)."""
     heads: tuple[Any, ...] | None
     """Of products of [batch * heads, ...] whose scores are seen as [batch, heads, ...] by masks: both sizes."""
     flat_masks: int
@@ -99,13 +100,13 @@ def _attention(node: Node) -> _Written | None:
         if inner is None:
             break
         scores = inner
-    product = _product(scores, _SCORES) or _product_and_mask(scores, masks, scale)
+    transposed = _product(scores, _SCORES) is None or not is_call(scores, torch.einsum)
+    product = _product(scores, _SCORES) or _product(scores, _OUTPUT) or _product_and_mask(scores, masks, scale)
     if product is None or len(shape_of(scores)) != dims or not _fits(node, product, value) or (dims > 4 and masks):
         return None
     if heads is None and len(shape_of(softmax)) != dims:
         return None
     query, key = product
-    transposed = not is_call(scores, torch.einsum)
     numbers = [factor for factor in scale if not isinstance(factor, Node)]
     of_heads = [factor for factor in scale if isinstance(factor, Node)]
     flat_masks = 0 if heads is None else len(masks) - outer_masks
@@ -233,6 +234,13 @@ def _unmasked(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
         if isinstance(value, (int, float)) and _is_mask(where) and shape_of(scores) == shape_of(node):
             masks.append(("fill", where, value))
             return scores
+    if is_call(node, torch.where) and len(node.args) == 3:
+        where, scores = node.args[:2]
+        other: Any = node.args[2]
+        number = isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.ndim == 0)
+        if number and _is_mask(where) and shape_of(scores) == shape_of(node):
+            masks.append(("keep", where, float(other)))
+            return scores
     return None
 
 
@@ -344,6 +352,8 @@ def as_mask(kind: str, mask: torch.Tensor, value: Any) -> torch.Tensor:
     if kind == "windows":
         mask = mask.reshape((1,) * (5 - mask.ndim) + mask.shape)
         return mask.expand(*value, *mask.shape[2:]).flatten(0, 1)
+    if kind == "keep":
+        mask = ~mask.bool()
     if value == -math.inf:
         return ~mask.bool()
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask.bool(), value)
