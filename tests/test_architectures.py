@@ -50,34 +50,43 @@ def both(name: str, **sizes: Any) -> Callable[[], Any]:
     return build(name, "Model", **{**SPECIAL, **DECODER, **HEADS, **sizes})
 
 
+KEYS = {"num_key_value_heads": 2}
 ROTARY = {"rotary", "attention"}
 GATED = {*ROTARY, "merged linear"}
+FALCON = {*ROTARY, "layer_norm", "linear+gelu_erf", "linear+add"}
+SCALED = {"merged linear", "attention", "linear+gelu_erf", "linear+layer_scale+add"}
 
 LANGUAGE: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "gpt-j": (language("GPTJ", rotary_dim=8, **GPT), {"rotary", "merged linear", "linear+gelu_tanh"}),
     "phi": (language("Phi"), {*GATED, "linear+gelu_tanh"}),
-    "phi 3": (language("Phi3", num_key_value_heads=2), {*ROTARY, "gated halves (silu)"}),
-    "stablelm": (language("StableLm", num_key_value_heads=2), {*GATED, "gated linear (silu)"}),
+    "phi 3": (language("Phi3", **KEYS), {*ROTARY, "gated halves (silu)"}),
+    "stablelm": (language("StableLm", **KEYS), {*GATED, "gated linear (silu)"}),
     "glm": (language("Glm", **GROUPED), {*GATED, "gated halves (silu)"}),
-    "cohere": (language("Cohere", num_key_value_heads=2), {*GATED, "gated linear (silu)"}),
-    "qwen 2": (language("Qwen2", num_key_value_heads=2), {*GATED, "linear+add+rms_norm", "gated linear (silu)"}),
+    "cohere": (language("Cohere", **KEYS), {*GATED, "gated linear (silu)"}),
+    "qwen 2": (language("Qwen2", **KEYS), {*GATED, "linear+add+rms_norm", "gated linear (silu)"}),
     "qwen 3": (language("Qwen3", **GROUPED), {*GATED, "rms_norm", "gated linear (silu)"}),
     "mistral": (language("Mistral", sliding_window=8, **GROUPED), {*GATED, "gated linear (silu)"}),
     "gemma": (language("Gemma", **GROUPED), {*GATED, "gated linear (gelu_tanh)"}),
     "mpt": (language("Mpt", d_model=64, n_heads=4, n_layers=2, max_seq_len=64), {"layer_norm", "linear+gelu_erf"}),
+    "nemotron": (language("Nemotron", head_dim=16, **KEYS), {*GATED, "linear+add+layer_norm"}),
+    "falcon": (language("Falcon", alibi=False, new_decoder_architecture=True, num_kv_heads=2), FALCON),
+    "gemma 2": (language("Gemma2", sliding_window=8, **GROUPED), {"rotary", "rms_norm", "gated linear (gelu_tanh)"}),
+    "olmo 2": (language("Olmo2", **KEYS), {*ROTARY, "rms_norm", "gated linear (silu)"}),
     "opt": (language("OPT", ffn_dim=128, max_position_embeddings=64, word_embed_proj_dim=64), {"attention"}),
 }
 ENCODERS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "electra": (encoder("Electra", embedding_size=32), {"attention", "linear+gelu_erf", "linear+add+layer_norm"}),
     "albert": (encoder("Albert", embedding_size=32), {"attention", "linear+gelu_tanh"}),
     "mpnet": (encoder("MPNet"), {"attention", "merged linear", "linear+add+layer_norm"}),
-    "deberta 2": (encoder("DebertaV2", **RELATIVE), {"linear+gelu_erf", "linear+add+layer_norm"}),
+    "deberta 2": (encoder("DebertaV2", **RELATIVE), {"attention", "linear+add+layer_norm"}),
+    "deberta": (encoder("Deberta", **RELATIVE), {"attention", "merged linear", "linear+gelu_erf"}),
     "modernbert": (encoder("ModernBert", global_attn_every_n_layers=2, local_attention=8), {"attention"}),
     "esm": (encoder("Esm", mask_token_id=3, position_embedding_type="rotary"), ROTARY),
 }
 IMAGES: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "dinov2": (vision("Dinov2"), {"attention", "merged linear", "linear+gelu_erf"}),
-    "beit": (vision("Beit", use_relative_position_bias=True), {"attention", "linear+gelu_erf"}),
+    "dinov2": (vision("Dinov2"), SCALED),
+    "dinov3": (vision("DINOv3ViT"), SCALED),
+    "beit": (vision("Beit", use_relative_position_bias=True), SCALED),
 }
 PAIRS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "mbart": (both("MBart"), {"attention", "merged linear", "linear+add+layer_norm"}),

@@ -164,6 +164,29 @@ class Positions(nn.Module):
         return functional.relu(self.linear(x)) + table.amax(0)
 
 
+class Distances(nn.Module):
+    """A table of its own, seen by indices that it makes in the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 40).reshape(20, 2))
+
+    def forward(self, size: int) -> Tensor:
+        index = torch.arange(int(size))
+        return self.table[(index[:, None] - index).abs()].amax(-1).sum(1)
+
+
+class BySize(nn.Module):
+    """What it adds is made by a layer that is given no tensor, but a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.distances = nn.Linear(64, 64), Distances()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.linear(x)) + self.distances(x.shape[1])[:, None]  # type: ignore[no-any-return]
+
+
 class Highest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -209,6 +232,9 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "factors of one": (Rescaled, ["linear+add"]),
     "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),
+    "padding with nothing": (lambda: Mlp(lambda x: torch.relu(functional.pad(x, (0, 0, 0, 0)))), ["linear+relu"]),
+    "number as a tensor": (lambda: Mlp(lambda x: torch.relu(x) * torch.tensor(2.0)), ["linear+relu"]),
+    "by size": (BySize, ["linear+relu"]),
     "tokens": (Tokens, ["add+layer_norm"]),
     "named results": (Highest, ["linear+relu"]),
     "causal attention": (lambda: Attention(True), ["merged linear", "attention"]),
@@ -328,6 +354,11 @@ class WritesToAPart(Mlp):
         return self.down(y)  # type: ignore[no-any-return]
 
 
+class DrawsANumber(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(())
+
+
 class UsesNumpy(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.from_numpy(x.numpy() * 2))
@@ -350,6 +381,43 @@ def test_what_is_no_fixed_sequence_runs_its_own_forward(kind: type[nn.Module]) -
             torch.testing.assert_close(optimized(given), source(kept))
             assert torch.equal(given, kept)
     assert all(not fusion.fused for fusion in xopt.report(optimized).fusions if fusion.path == "0")
+
+
+def test_a_number_drawn_in_the_call_is_no_constant() -> None:
+    model = xopt.optimize(nn.Sequential(DrawsANumber()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        first, second = model(X), model(X)
+        torch.manual_seed(0)
+        assert torch.equal(model(X), first)
+    assert not torch.allclose(first, second)
+
+
+class SetsWhatFits(Mlp):
+    """Sets an attribute by the sizes of its input, as Swin's layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] <= 5:
+            self.scale = 2.0
+        return super().forward(x)
+
+
+def test_a_forward_that_sets_an_attribute_once_is_recorded_from_then_on() -> None:
+    source = SetsWhatFits().eval()
+    optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+    large = torch.randn(2, 7, 64)
+    with torch.no_grad():
+        for x in (large, X, large, X, X):
+            torch.testing.assert_close(optimized(x), source(x))
+            assert optimized[0].scale == source.scale
+        optimized[0].scale = source.scale = 3.0
+        torch.testing.assert_close(optimized(large), source(large))
+        torch.testing.assert_close(optimized(X), source(X))
+    settled: Any = xopt.optimize(nn.Sequential(SetsWhatFits().eval()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            settled(X)
+    assert "linear+gelu_erf" in xopt.report(settled).fusions[0].fused
 
 
 # ---- Forwards that look at sizes -----------------------------------------------------------------------------------
@@ -680,6 +748,28 @@ def test_a_block_does_not_return_what_it_was_given() -> None:
         for _ in range(2):
             model(x)[1].zero_()
     assert torch.equal(x, X)
+
+
+def test_a_norm_whose_weight_is_computed_after_the_sum() -> None:
+    class OnePlusWeight(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return functional.layer_norm(input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), OnePlusWeight(64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.first(x)
+            return x + self.second(self.norm(x))  # type: ignore[no-any-return]
+
+    source = Block().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(X), source(X))
+    (fusion,) = xopt.report(optimized).fusions
+    assert "linear+add+layer_norm" in fusion.fused
 
 
 def test_a_guard_wants_modules_after_their_parents() -> None:

@@ -101,6 +101,51 @@ def one_factor_an_image(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1) * q.mean((1, 2, 3), keepdim=True)).softmax(-1) @ v
 
 
+def flat_and_seen_by_heads(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As DeBERTa does it: what is put on the scores of all heads in a row, a mask by heads, and sizes asked of both."""
+    q, k, v = (each.contiguous().view(-1, each.size(2), each.size(3)) for each in (q, k, v))
+    scale = torch.sqrt(torch.tensor(q.size(-1), dtype=torch.float) * 2)
+    scores = torch.bmm(q, k.transpose(-1, -2) / scale.to(q.dtype)) + q.mean(-1, keepdim=True).expand(-1, -1, k.size(1))
+    scores = scores.view(-1, HEADS, scores.size(-2), scores.size(-1))
+    scores = scores.masked_fill(mask > 0.5, torch.finfo(torch.float).min)
+    weights = scores.softmax(-1)
+    result = torch.bmm(weights.view(-1, weights.size(-2), weights.size(-1)), v)
+    return result.view(-1, HEADS, result.size(-2), result.size(-1))
+
+
+def flat_with_a_bias_in_the_product(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As BLOOM does it."""
+    batch, heads, length, depth = q.shape
+    q, k, v = (each.reshape(batch * heads, length, depth) for each in (q, k, v))
+    bias = mask.expand(-1, heads, -1, -1)[:, :, :1].reshape(batch * heads, 1, length)
+    scores = bias.baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=0.5, alpha=DEPTH**-0.5)
+    weights = (scores.view(batch, heads, length, length) + mask).softmax(-1).to(v.dtype)
+    return torch.bmm(weights.view(batch * heads, length, length), v).view(batch, heads, length, depth)
+
+
+def flat_and_looked_at(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Somebody else looks at scores, too: at more than their sizes."""
+    q, k, v = (each.reshape(-1, each.size(2), each.size(3)) for each in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)) * DEPTH**-0.5
+    weights = (scores.view(-1, HEADS, scores.size(1), scores.size(2)) + mask).softmax(-1)
+    result = torch.bmm(weights.view(scores.size(0), scores.size(1), scores.size(2)), v)
+    return result.view(-1, HEADS, result.size(1), result.size(2)) + scores.mean()  # type: ignore[no-any-return]
+
+
+def kept_where(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As GPT-2 and its like did it."""
+    length = q.size(2)
+    seen = module.seen[:, :, :length, :length].bool()
+    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(DEPTH)
+    lowest = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype)
+    return torch.matmul(torch.where(seen, scores, lowest).softmax(-1), v)
+
+
+def einsum_with_a_transposed_key(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bsij,bsjk->bsik", q / math.sqrt(DEPTH), k.transpose(2, 3)).softmax(-1)
+    return torch.einsum("bsij,bsjk->bsik", weights, v)
+
+
 def weights_are_returned(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     weights = (q @ k.transpose(-2, -1)).softmax(-1)
     return weights @ v, weights
@@ -128,11 +173,12 @@ def between_softmax_and_values(module: Any, q: Tensor, k: Tensor, v: Tensor) -> 
 
 FOUND = (
     *(as_in_nano_gpt, scaled_query, divided_and_in_fp32, einsum_with_a_finite_fill, two_masks, three_dimensions),
-    *(windows_of_an_image, one_factor_a_head, five_dimensions),
+    *(windows_of_an_image, one_factor_a_head, five_dimensions, flat_and_seen_by_heads),
+    *(flat_with_a_bias_in_the_product, kept_where, einsum_with_a_transposed_key),
 )
 OTHERS = (
     *(weights_are_returned, softmax_over_queries, adds_booleans, sum_of_two_products, scaled_after_the_mask),
-    *(between_softmax_and_values, one_factor_an_image),
+    *(between_softmax_and_values, one_factor_an_image, flat_and_looked_at),
 )
 
 

@@ -29,6 +29,10 @@ class OtherSizes(Exception):
     """A call whose sizes take another branch than those of the recorded call."""
 
 
+class ChangesItself(CannotRecord):
+    """A forward sets numbers of its module. Once it sets what they are, it can be recorded."""
+
+
 def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) -> None:
     """The step of a recorded graph that ends a call for which the graph does not hold."""
     if function(left, right) != outcome:
@@ -75,6 +79,8 @@ class _WeightsToo(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recorder = self._recorder
+        if function is torch.tensor and args and type(args[0]) is Symbol:  # a size
+            return recorder.call(function, *args, **kwargs)
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
@@ -116,6 +122,7 @@ class Recorder:
         self._attributes: dict[tuple[str, str], Node] = {}
         self._replaced_in_place: list[tuple[Node, Node]] = []
         self.watched: list[tuple[Any, str, Any]] = []
+        self._random_state = torch.get_rng_state()
         self._expected: dict[tuple[Any, Any, Any], Any] = {}
         self.has_effects = False
         self.kept: dict[Any, Any] = {}
@@ -144,15 +151,16 @@ class Recorder:
         return self.record("call_function", function, (module, *args), kwargs, example)
 
     def call_with_weights(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """A block that is given no symbol. What it makes of parameters and buffers alone (a table of relative
+        """A block that is given no symbol but sizes. What it makes of parameters and buffers alone (a table of relative
         positions) is a step of its own, which calls it."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        if not tensors or not all(self.knows(tensor) for tensor in tensors):
+        own = tensors or any(self.knows(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
+        if not own or not all(self.knows(tensor) for tensor in tensors):
             return forward(module, *args, **kwargs)
         active.recorder = None
         try:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                example = forward(module, *args, **kwargs)
+                example = forward(module, *self.examples(args), **self.examples(kwargs))
         finally:
             active.recorder = self
         return self.record("call_function", call_plainly, (module, *args), kwargs, example)
@@ -248,6 +256,10 @@ class Recorder:
                 raise CannotRecord("it keeps a tensor from another recording")
             return value._node
         if isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor and value.ndim == 0 and value.is_cpu and not self.knows(value):
+                if not torch.equal(torch.get_rng_state(), self._random_state):
+                    raise CannotRecord("it makes a tensor of its own, and random numbers")
+                return value  # made of numbers, which are constants as well
             if id(value) not in self._tensors:
                 raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
             return self._attribute(*self._tensors[id(value)], _described(value))
@@ -316,9 +328,11 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
             result = forward(root, *fill(args, symbols), **fill(kwargs, symbols))
     finally:
         active.recorder = outer
+        settles = all(kept.differs_in_numbers_alone() for kept in attributes)
         changed = [kept.module for kept in attributes if kept.restore()]
     if changed:
-        raise CannotRecord(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
+        problem = ChangesItself if settles else CannotRecord
+        raise problem(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
     recorder.finish(result)
     return recorder
 
@@ -332,6 +346,12 @@ class _Attributes:
         self._values = dict(module.__dict__)
         kept = (dict, list, set, OrderedDict)
         self._contents = [(value, copy.copy(value)) for value in self._values.values() if type(value) in kept]
+
+    def differs_in_numbers_alone(self) -> bool:
+        now, before = self.module.__dict__, self._values
+        changed = [value for name, value in now.items() if value is not before.get(name, now)]
+        whole = now.keys() >= before.keys() and all(_same(*each) for each in self._contents)
+        return whole and all(type(value) in (bool, int, float) for value in changed)
 
     def restore(self) -> bool:
         """Whether there was anything to undo."""

@@ -224,12 +224,21 @@ class _Method:
             try:
                 example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
             except RuntimeError:
-                if name != "view":
+                if name == "view":  # its source was a view of what an optimized convolution has left in another layout
+                    name = "reshape"
+                elif name == "masked_fill" and len(args) == 2:  # the lowest of fp32, where autocast makes bf16
+                    args = (args[0], _within(symbol._example.dtype, args[1]))
+                else:
                     raise
-                # Its source was a view of what an optimized convolution has left in another layout.
-                name = "reshape"
-                example = symbol._example.reshape(*recorder.examples(args), **recorder.examples(kwargs))
+                example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
         return recorder.record("call_method", name, (symbol, *args), kwargs, example)
+
+
+def _within(dtype: torch.dtype, value: Any) -> Any:
+    """The number of a dtype that is closest to this one."""
+    if not isinstance(value, float) or not dtype.is_floating_point:
+        return value
+    return max(torch.finfo(dtype).min, min(torch.finfo(dtype).max, value))
 
 
 def symbols_in(value: Any) -> Iterator[Symbol]:
@@ -247,6 +256,11 @@ def symbols_in(value: Any) -> Iterator[Symbol]:
 
 def is_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(True for _ in symbols_in((args, kwargs)))
+
+
+def has_symbolic_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are symbols that stand for more than numbers, as sizes do."""
+    return any(type(symbol._example) not in (int, float) for symbol in symbols_in((args, kwargs)))
 
 
 def recorder_of(*values: Any) -> Recorder:

@@ -7,6 +7,7 @@ transformers' sdpa takes; what the kernel does not do (dropout, soft caps, paged
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from xopt.graph.signature import opaque_states
 from xopt.graph.symbol import CannotRecord, is_symbolic, opaque_reads, opaque_rules, recorder_of
+from xopt.integrations import experts  # noqa: F401 - a replacement of its own
 from xopt.modules.attention import attend, can_attend
 from xopt.modules.base import Context, Replacement, own_forward
 from xopt.modules.linear import PackedProduct
@@ -26,17 +28,11 @@ from xopt.modules.pattern import step
 from xopt.modules.product import product_problem
 
 NAME = "xopt"
-_IGNORED = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "cache_position",
-        "sliding_window",
-        "deterministic",
-    }
-)
+# What transformers' sdpa never looks at makes no difference: models hand on whatever their callers gave them.
+_READ_BY_SDPA = frozenset(
+    {each for each in sdpa_attention_forward.__code__.co_consts if isinstance(each, str)}
+    | set(inspect.signature(sdpa_attention_forward).parameters)
+) - {"output_attentions", "kwargs"}
 
 
 def xopt_attention(
@@ -53,7 +49,7 @@ def xopt_attention(
 ) -> tuple[Any, None]:
     """The contract of transformers' attention functions: ([batch, queries, heads, depth], no weights)."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
-    unusual = dropout or any(name not in _IGNORED and given is not None for name, given in kwargs.items())
+    unusual = dropout or any(name in _READ_BY_SDPA and given is not None for name, given in kwargs.items())
     if is_symbolic((query, key, value, attention_mask, position_bias), kwargs):
         recorder = recorder_of(query)
         recorder.watch(module.config, "_attn_implementation")

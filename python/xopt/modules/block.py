@@ -18,9 +18,9 @@ from torch import nn
 
 from xopt.config import Config
 from xopt.graph.program import EPOCH, Program, hooked
-from xopt.graph.record import OtherSizes, Recorder, active, record
+from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
-from xopt.graph.symbol import CannotRecord, is_symbolic
+from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive
 from xopt.modules.conv_chain import chain_convolutions
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
@@ -33,6 +33,8 @@ _MOST_MODULES = 64  # a block is small: a whole model as one program would be ma
 _MOST_SIGNATURES = 16
 _MOST_VARIANTS = 4  # of one signature, for sizes that take different branches
 _MOST_FAILURES = 16
+_MOST_CALLS_UNTIL_SETTLED = 2  # a forward may set attributes, which from then on are what it sets
+_NUMBERS = (bool, int, float)
 
 Forward = Callable[..., Any]
 
@@ -49,6 +51,8 @@ class Programs:
         self._by_signature: dict[Any, list[Program]] = {}
         self._complete: set[Any] = set()
         self._failures = 0
+        self._changes = 0
+        self._unsettled = False
         self._lock = threading.Lock()
 
     def find(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> list[Program]:
@@ -60,7 +64,7 @@ class Programs:
         if is_symbolic(args, kwargs) or len(self._by_signature) >= _MOST_SIGNATURES:
             return []
         self.add(module, forward, key, args, kwargs)
-        return self._by_signature[key]
+        return self._by_signature.get(key, [])
 
     def add(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Program | None:
         """One more program, for the sizes of this call; None: there can be none."""
@@ -71,7 +75,9 @@ class Programs:
             program = self._make(module, forward, args, kwargs)
             if program is not None:
                 self._by_signature[key] = [program, *known]
-            if program is None or len(known) + 1 >= _MOST_VARIANTS:
+            if program is None and self._unsettled:
+                del self._by_signature[key]
+            elif program is None or len(known) + 1 >= _MOST_VARIANTS:
                 self._complete.add(key)
             return program
 
@@ -93,6 +99,7 @@ class Programs:
                 self._complete.add(key)
 
     def _make(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Program | None:
+        self._unsettled = False
         try:
             if any(hooked(part) for part in module.modules() if part is not module):
                 raise CannotRecord("there is a hook inside")
@@ -102,6 +109,10 @@ class Programs:
             fused = apply_patterns(recorder, self.config)
             chain_convolutions(recorder.graph)
             program = Program(module, recorder) if fused else None
+        except ChangesItself as problem:
+            self.problem = str(problem)
+            self._changes += 1
+            self._unsettled = self._changes <= _MOST_CALLS_UNTIL_SETTLED
         except CannotRecord as problem:
             self.problem = str(problem)
         except Exception as problem:  # whatever a forward does when it meets a symbol: it is not for us to judge
@@ -134,7 +145,7 @@ def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict
     """`forward(module, *args, **kwargs)`, as a program where there can be one."""
     if module.training or torch.compiler.is_compiling() or torch._C._is_tracing():
         return forward(module, *args, **kwargs)
-    if active.recorder is not None and not is_symbolic(args, kwargs):
+    if active.recorder is not None and not has_symbolic_objects(args, kwargs):
         return active.recorder.call_with_weights(module, forward, args, kwargs)
     programs: Programs = module.__dict__[PROGRAMS]
     key, values = signature(args, kwargs)
@@ -173,6 +184,9 @@ class Block(nn.Module):
         return {"forward": forward}
 
     def __setattr__(self, name: str, value: Any) -> None:
+        known = self.__dict__.get(name)
+        if type(known) is type(value) and type(value) in _NUMBERS and known == value:
+            return  # a forward that sets what it finds (Swin's size of windows) has changed nothing
         super().__setattr__(name, value)
         self.__dict__[EPOCH] = self.__dict__.get(EPOCH, 0) + 1
 

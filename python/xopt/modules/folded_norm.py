@@ -1,8 +1,8 @@
-"""A BatchNorm after a convolution or a linear layer, as a factor and an addend for each channel, in fp32.
+"""A BatchNorm or a layer scale after a convolution or a linear layer, as a factor and an addend for each channel.
 
-The packed weight stays as it is: the factor is applied to the sums before they are rounded, which is more exact than a
-scaled weight in bf16, and leaves every parameter where the source model has it. The two vectors are computed when they
-are first needed, and again after any of the tensors they came from has changed.
+Both are vectors of fp32. The packed weight stays as it is: the factor is applied to the sums before they are rounded,
+which is more exact than a scaled weight in bf16, and leaves every parameter where the source model has it. They are
+computed when they are first needed, and again after any of the tensors they came from has changed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ class _Folded:
         self._versions = _versions(sources)
         self._eps = eps
         mean, variance, weight, bias, own_bias = (None if each is None else each.double() for each in sources)
-        assert mean is not None, "a BatchNorm without statistics was folded"
-        assert variance is not None, "a BatchNorm without statistics was folded"
-        scale = torch.rsqrt(variance + eps) if weight is None else weight * torch.rsqrt(variance + eps)
-        shift = -mean * scale if own_bias is None else (own_bias - mean) * scale
+        scale = weight
+        if variance is not None:
+            scale = torch.rsqrt(variance + eps) if weight is None else weight * torch.rsqrt(variance + eps)
+        assert scale is not None, "there is nothing to fold"
+        if mean is not None:
+            own_bias = -mean if own_bias is None else own_bias - mean
+        shift = bias if own_bias is None else own_bias * scale
+        if own_bias is not None and bias is not None:
+            shift = own_bias * scale + bias
         self.scale = scale.float()
-        self.shift = (shift if bias is None else shift + bias).float()
+        self.shift = None if shift is None else shift.float()
 
     def holds(self, sources: tuple[Tensor | None, ...], eps: float) -> bool:
         if self._versions is None or self._eps != eps:
@@ -58,7 +63,9 @@ def _versions(sources: tuple[Tensor | None, ...]) -> list[int] | None:
 def folded(
     module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...] | None, eps: float
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Factor and addend for the sums of a layer, whose own bias is in the addend, which is that bias without a norm."""
+    """Factor and addend for the sums of a layer, whose own bias is in the addend, which is that bias without a norm.
+
+    `norm`: a BatchNorm's running mean, variance, weight and bias; of a layer scale, the weight alone."""
     if norm is None:
         return None, own_bias
     sources = (*norm, own_bias)

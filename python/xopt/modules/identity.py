@@ -1,13 +1,14 @@
-"""Products with one and quotients by it, where a factor of a configuration is at its default: dropped."""
+"""Products with one, quotients by it and padding with nothing, as a configuration's defaults ask for them: dropped."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
+from torch.nn import functional
 
 from xopt.graph.record import is_fresh
-from xopt.modules.pattern import DIVIDE, MULTIPLY, Pattern, calls, dtype_of, operands, shape_of
+from xopt.modules.pattern import DIVIDE, MULTIPLY, Pattern, allow_copies, argument, calls, dtype_of, operands, shape_of
 
 
 class DropFactorsOfOne(Pattern):
@@ -22,6 +23,21 @@ class DropFactorsOfOne(Pattern):
                 for value, factor in () if found is None else (found[::order] for order in orders):
                     if _is_one(factor) and _is_same(value, node):
                         node.replace_all_uses_with(value)
+
+
+class DropPaddingWithNothing(Pattern):
+    """Torch copies what it pads so (Swin, wherever an image is a number of whole windows)."""
+
+    stage: ClassVar[int] = 0
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, functional.pad):
+            amounts, value = argument(node, 1, "pad"), node.args[0]
+            if isinstance(amounts, (tuple, list)) and not any(amounts) and _is_same(value, node):
+                allow_copies(node)
+                node.replace_all_uses_with(value)
 
 
 def _is_one(factor: Any) -> bool:

@@ -25,6 +25,7 @@ from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Place
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
+from xopt.modules.plain_forward import says_the_same
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told
 
 _linear = torch.ops.xopt.linear.default
@@ -87,11 +88,13 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 
     @classmethod
     def why_not(cls, module: nn.Linear, context: Context) -> str | None:
-        return forward_problem(module, nn.Linear) or product_problem(module)
+        problem = None if says_the_same(module) else forward_problem(module, nn.Linear)
+        return problem or product_problem(module)
 
     @classmethod
     def replace(cls, module: nn.Linear, context: Context) -> str:
-        return cls.pack(module, context, below=own_forward(module, nn.Linear))
+        below = own_forward(module, nn.Linear) and not says_the_same(module)
+        return cls.pack(module, context, below=below)
 
 
 def _product(

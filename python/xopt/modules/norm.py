@@ -22,6 +22,7 @@ from xopt.modules.pattern import (
     Pattern,
     argument,
     calls,
+    come_before,
     dtype_of,
     is_call,
     operands,
@@ -190,7 +191,7 @@ class AddNorm(Pattern):
             for node in calls(graph, target):
                 total = node.args[0]
                 found = operands(total, ADD)
-                if found is None or not _can_add(total, *found):
+                if found is None or not _can_add(total, *found) or not come_before(total, node.args[1:]):
                     continue
                 wanted = set(total.users) != {node}
                 kwargs = node.kwargs | {"return_sum": wanted}
@@ -218,6 +219,8 @@ class LinearNorm(Pattern):
                     continue
                 wanted = set(total.users) != {node}
                 if wanted and dtype_of(total) != node.kwargs["out_dtype"]:
+                    continue
+                if not come_before(total, node.args[1:]):
                     continue
                 kwargs = {"norm": target.__name__, "eps": node.kwargs["eps"], "out_dtype": node.kwargs["out_dtype"]}
                 kwargs["sum_dtype"] = dtype_of(total) if wanted else None
@@ -291,7 +294,6 @@ def _can_add(total: Node, left: Any, right: Any) -> bool:
 
 def _replace_both(graph: Graph, node: Node, total: Node, fused: Any, args: Any, kwargs: Any) -> None:
     """Puts one step that gives (norm, sum) in the place of the sum, so that all who want either come after it."""
-    # The norm's weights are read at the start; whatever else it needs stands before the sum.
     with graph.inserting_before(total):
         pair = graph.call_function(fused, args, kwargs)
         for place, old in ((0, node), (1, total)):

@@ -94,11 +94,25 @@ class PackedParameter(nn.Parameter):
 
     @property
     def out_features(self) -> int:
+        if self.is_stack:
+            return len(self) * self.stride_in_stack
         return self.shape[1 if self.transposed else 0]
 
     @property
     def in_features(self) -> int:
+        if self.is_stack:
+            return self.shape[1 if self.transposed else 2]
         return self.shape[0 if self.transposed else 1]
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is [matrix, out, in], packed as the columns of one weight: several products' own."""
+        return len(self.shape) == 3 and self.place.groups is None and self.place.taps is None
+
+    @property
+    def stride_in_stack(self) -> int:
+        """Where the second matrix of a stack begins: each does so where a panel does."""
+        return _whole_panels(self.shape[2 if self.transposed else 1])
 
     @classmethod
     def pack(
@@ -111,8 +125,10 @@ class PackedParameter(nn.Parameter):
         gates: int | None = None,
         taps: Taps | None = None,
     ) -> PackedParameter:
-        features = weight.shape[1 if transposed else 0]
-        packed = _pack(_rows(weight, transposed), dtype, groups, gates, taps)
+        rows = _rows(weight, transposed)
+        is_stack = weight.ndim == 3 and groups is None and taps is None
+        features = len(rows) * _whole_panels(rows.shape[1]) if is_stack else len(rows)
+        packed = _pack(rows, dtype, groups, gates, taps)
         return cls(Place(packed, features, groups=groups, gates=gates, taps=taps), weight.shape, dtype, transposed)
 
     def unpack(self) -> Tensor:
@@ -126,7 +142,7 @@ class PackedParameter(nn.Parameter):
 
     def _unpack(self) -> Tensor:
         values = self._unpack_rows()
-        return values.t().contiguous() if self.transposed else values
+        return values.transpose(-2, -1).contiguous() if self.transposed else values
 
     def _unpack_rows(self) -> Tensor:
         packed, features, first_column, in_pair, gate_half, groups, gates, taps = self.place
@@ -149,6 +165,9 @@ class PackedParameter(nn.Parameter):
                 pair = torch.ops.xopt.linear_unpack_gated(packed, rows, columns, self.dtype)
                 return pair[in_pair]  # type: ignore[no-any-return]
             together = torch.ops.xopt.linear_unpack(packed, features, columns, self.dtype)
+            if self.is_stack:
+                own_rows = self.shape[2 if self.transposed else 1]
+                return together.reshape(len(self), -1, columns)[:, :own_rows].contiguous()  # type: ignore[no-any-return]
             if features == rows:
                 return together  # type: ignore[no-any-return]
             return together[first_column : first_column + rows].clone()  # type: ignore[no-any-return]
@@ -230,14 +249,24 @@ def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | N
         if groups is not None:
             return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
         rows = weight.detach() if gates is None else _in_blocks(weight.detach(), gates)
+        rows = _one_below_another(rows) if rows.ndim == 3 else rows
         return torch.ops.xopt.linear_pack(rows, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def _whole_panels(rows: int) -> int:
+    return -(-rows // _PANEL) * _PANEL
+
+
+def _one_below_another(stack: Tensor) -> Tensor:
+    missing = _whole_panels(stack.shape[1]) - stack.shape[1]
+    return torch.nn.functional.pad(stack, (0, 0, 0, missing)).flatten(0, 1) if missing else stack.flatten(0, 1)
 
 
 # ---- The weights of a recurrent layer: rows [gate, unit] packed as [block of 32 units, gate, unit of the block] ------
 
 
 def _block_rows(rows: int, gates: int) -> int:
-    return -(-rows // gates // _PANEL) * gates * _PANEL
+    return gates * _whole_panels(rows // gates)
 
 
 def _in_blocks(weight: Tensor, gates: int) -> Tensor:
@@ -336,8 +365,8 @@ def _can_move(parameters: Sequence[PackedParameter]) -> bool:
 
 
 def _rows(weight: Tensor, transposed: bool) -> Tensor:
-    """A logical weight as [out, in]."""
-    return weight.t() if transposed else weight
+    """A logical weight as [out, in], or [matrix, out, in]."""
+    return weight.transpose(-2, -1) if transposed else weight
 
 
 _PANEL = 32

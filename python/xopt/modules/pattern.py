@@ -6,7 +6,7 @@ Each pattern stands in the file of the module or operator that it is about, and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -117,6 +117,29 @@ def allow_copies(node: Node) -> None:
     for user in node.users:
         if user.op == "call_method" and user.target == "view":
             user.target = "reshape"
+
+
+def is_of_weights(node: Node) -> bool:
+    """Whether it is computed from parameters alone, so that its sizes are the same in all calls."""
+    return node.op == "get_attr" or (bool(node.all_input_nodes) and all(map(is_of_weights, node.all_input_nodes)))
+
+
+def come_before(node: Node, sources: Iterable[Any]) -> bool:
+    """Whether all of these can be had where a node stands. What is computed from weights alone is moved there."""
+    order = {each: place for place, each in enumerate(node.graph.nodes)}
+    late = [each for each in sources if isinstance(each, Node) and order[each] > order[node]]
+    if not all(map(is_of_weights, late)):
+        return False
+    for each in late:
+        _move_before(node, each, order)
+    return True
+
+
+def _move_before(node: Node, source: Node, order: dict[Node, int]) -> None:
+    if order[source] > order[node]:
+        for each in source.all_input_nodes:
+            _move_before(node, each, order)
+        node.prepend(source)
 
 
 def remove_unused(graph: Graph) -> None:

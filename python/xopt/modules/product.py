@@ -70,7 +70,8 @@ def label(name: str) -> Callable[[dict[str, Any]], str]:
         after = [kwargs.get("activation", "none"), kwargs.get("binary", "none")]
         if kwargs.get("activation_last"):
             after.reverse()
-        fused = ["batch_norm"] if kwargs.get("norm") else []
+        norm = kwargs.get("norm")
+        fused = [] if norm is None else ["layer_scale" if norm[0] is None else "batch_norm"]
         fused += [each for each in after if each != "none"]
         return "+".join([name, *fused]) if fused else ""
 
@@ -90,11 +91,14 @@ def finished(
     activation_last: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """What follows a product, by torch: a BatchNorm's running mean, variance, weight and bias, then what a kernel's
-    epilogue has."""
+    """What follows a product, by torch: a BatchNorm's running mean, variance, weight and bias (of a layer scale
+    the weight alone), then what a kernel's epilogue has."""
     if norm is not None:
         mean, variance, weight, bias = norm
-        result = functional.batch_norm(result, mean, variance, weight, bias, eps=eps)
+        if mean is not None:
+            result = functional.batch_norm(result, mean, variance, weight, bias, eps=eps)
+        elif weight is not None:
+            result = result * weight
     if other is not None and activation_last:
         result = BINARY[binary](result, other)
     result = ACTIVATIONS[activation](result, alpha, beta)

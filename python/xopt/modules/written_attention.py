@@ -21,6 +21,7 @@ from xopt.modules.pattern import (
     dtype_of,
     is_call,
     is_cast,
+    is_of_weights,
     only_user,
     operands,
     shape_of,
@@ -46,7 +47,14 @@ class _Written(NamedTuple):
     factors: list[Node]
     """One for each head, which the query is multiplied by beforehand."""
     masks: list[tuple[str, Any, Any]]
-    """From the inside to the outside: ("add", mask, None), ("fill", where, value) or ("windows", mask, sizes)."""
+    """From the inside to the outside: ("add", mask, its factor), ("fill", where, value), ("keep", where, value
+    elsewhere) or ("windows", mask, sizes)."""
+    heads: tuple[Any, ...] | None
+    """Of products of [batch * heads, ...] whose scores are seen as [batch, heads, ...] by masks: both sizes."""
+    flat_masks: int
+    """How many of the masks, from the inside, are put on the scores before that."""
+    passed: list[Node]
+    """The steps between both products, with the first of them, which end in none but this attention."""
 
 
 class FindWrittenAttention(Pattern):
@@ -58,6 +66,7 @@ class FindWrittenAttention(Pattern):
         for node in [*calls(graph, *_MATMUL), *calls(graph, torch.einsum)]:
             found = _attention(node)
             if found is not None:
+                _tell_sizes(graph, found)
                 _put(graph, node, found)
 
 
@@ -68,28 +77,82 @@ def _attention(node: Node) -> _Written | None:
         return None
     weights, value = factors
     softmax = _through_casts(weights)
-    if not is_call(softmax, *_SOFTMAX) or only_user(softmax) is None or not _along_keys(softmax):
+    softmax = _through_casts(_seen_as(softmax, 4)) or softmax if dims == 3 else softmax
+    if not is_call(softmax, *_SOFTMAX) or only_reader(softmax) is None or not _along_keys(softmax):
         return None
     masks: list[tuple[str, Any, Any]] = []
     scale: list[Any] = []
+    heads, outer_masks = None, 0
     scores: Any = softmax.args[0]
+    passed: list[Node] = [*_before_softmax(weights, softmax), softmax]
     while True:
         scores = _through_casts(scores)
-        if not isinstance(scores, Node) or only_user(scores) is None:
+        if not isinstance(scores, Node) or only_reader(scores) is None:
             return None
+        passed.append(scores)
+        flat = _seen_as(scores, dims) if heads is None and len(shape_of(softmax)) > dims else None
+        if flat is not None:
+            heads, outer_masks = _given_sizes(scores)[:2], len(masks)
+            scores = flat
+            continue
         inner = None if scale else _unmasked(scores, masks) or _without_windows(scores, masks)
         inner = inner or _unscaled(scores, scale)
         if inner is None:
             break
         scores = inner
-    product = _product(scores, _SCORES)
+    transposed = _product(scores, _SCORES) is None or not is_call(scores, torch.einsum)
+    product = _product(scores, _SCORES) or _product(scores, _OUTPUT) or _product_and_mask(scores, masks, scale)
     if product is None or len(shape_of(scores)) != dims or not _fits(node, product, value) or (dims > 4 and masks):
         return None
+    if heads is None and len(shape_of(softmax)) != dims:
+        return None
     query, key = product
-    transposed = not is_call(scores, torch.einsum)
     numbers = [factor for factor in scale if not isinstance(factor, Node)]
-    factors_of_heads = [factor for factor in scale if isinstance(factor, Node)]
-    return _Written(query, key, transposed, value, float(math.prod(numbers)), factors_of_heads, masks[::-1])
+    of_heads = [factor for factor in scale if isinstance(factor, Node)]
+    flat_masks = 0 if heads is None else len(masks) - outer_masks
+    return _Written(
+        query, key, transposed, value, float(math.prod(numbers)), of_heads, masks[::-1], heads, flat_masks, passed
+    )
+
+
+def _before_softmax(node: Any, softmax: Node) -> list[Node]:
+    """The views and casts from the weights that a product takes to the softmax that gives them."""
+    nodes = []
+    while node is not softmax:
+        nodes.append(node)
+        node = node.args[0]
+    return nodes
+
+
+def _seen_as(node: Any, dims: int) -> Any:
+    """What a view with other dimensions before the last two is a view of, if that has so many."""
+    if not is_call(node, *_VIEWS) or only_reader(node) is None:
+        return None
+    source = node.args[0]
+    return source if len(shape_of(source)) == dims and shape_of(source)[-2:] == shape_of(node)[-2:] else None
+
+
+def _given_sizes(view: Node) -> tuple[Any, ...]:
+    return tuple(view.args[1] if isinstance(view.args[1], (tuple, list)) else view.args[1:])
+
+
+def _product_and_mask(node: Node, masks: list[tuple[str, Any, Any]], scale: list[Any]) -> tuple[Node, Node] | None:
+    """baddbmm(mask, query, key): the factors of the product; mask and scale are added to the others."""
+    if not is_call(node, torch.baddbmm, "baddbmm") or scale:
+        return None
+    mask, query, key = (argument(node, place, name) for place, name in enumerate(("input", "batch1", "batch2")))
+    beta, alpha = argument(node, 3, "beta", 1), argument(node, 4, "alpha", 1)
+    if (
+        not all(isinstance(each, Node) and shape_of(each) for each in (mask, query, key))
+        or dtype_of(mask) not in FLOATING
+    ):
+        return None
+    if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)) or not alpha:
+        return None
+    scale.append(alpha)
+    if beta:
+        masks.append(("add", mask, beta))
+    return query, key
 
 
 def _fits(node: Node, product: tuple[Node, Node], value: Node) -> bool:
@@ -128,6 +191,31 @@ def _through_casts(node: Any) -> Any:
     return node
 
 
+def only_reader(node: Node) -> Any:
+    """Who alone uses a tensor's values, whoever else wants to know its sizes."""
+    readers = [user for user in node.users if not is_call(user, "size")]
+    return readers[0] if len(readers) == 1 else None
+
+
+def _tell_sizes(graph: Graph, found: _Written) -> None:
+    """Lets those who ask for sizes of the scores ask query and key, where these know."""
+    for node in found.passed:
+        dims = len(shape_of(node))
+        for user in [
+            user for user in node.users if is_call(user, "size") and isinstance(argument(user, 1, "dim"), int)
+        ]:
+            dim = argument(user, 1, "dim") % dims
+            if dim < dims - 2 and (dim > 0 or dims > 3):
+                continue
+            keys_at = -1 if found.key_is_transposed else -2
+            source, place = (found.key, keys_at) if dim == dims - 1 else (found.query, -2 if dim else 0)
+            with graph.inserting_before(user):
+                size = graph.call_method("size", (source, place))
+            size.meta.update(user.meta)
+            user.replace_all_uses_with(size)
+            graph.erase_node(user)
+
+
 def _along_keys(softmax: Node) -> bool:
     dim = argument(softmax, 1, "dim")
     return dim in (-1, len(shape_of(softmax)) - 1)
@@ -146,6 +234,13 @@ def _unmasked(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
         if isinstance(value, (int, float)) and _is_mask(where) and shape_of(scores) == shape_of(node):
             masks.append(("fill", where, value))
             return scores
+    if is_call(node, torch.where) and len(node.args) == 3:
+        where, scores = node.args[:2]
+        other: Any = node.args[2]
+        number = isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.ndim == 0)
+        if number and _is_mask(where) and shape_of(scores) == shape_of(node):
+            masks.append(("keep", where, float(other)))
+            return scores
     return None
 
 
@@ -163,7 +258,7 @@ def _without_windows(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
         found.append(mask)
     if not found or not is_call(seen, *_VIEWS) or only_user(seen) is None or len(shape_of(seen)) != 5:
         return None
-    sizes = seen.args[1] if isinstance(seen.args[1], (tuple, list)) else seen.args[1:]
+    sizes = _given_sizes(seen)
     scores = seen.args[0]
     same = shape_of(scores) == shape_of(node) and shape_of(seen)[-3:] == shape_of(node)[-3:]
     if not same or -1 in sizes[:2]:
@@ -194,12 +289,7 @@ def _unscaled(node: Node, scale: list[Any]) -> Any:
 
 
 def _is_one_a_head(factor: Any) -> bool:
-    return isinstance(factor, Node) and shape_of(factor)[-2:] == (1, 1) and _is_of_weights(factor)
-
-
-def _is_of_weights(node: Node) -> bool:
-    """Whether it is computed from parameters alone, so that its sizes are the same in all calls."""
-    return node.op == "get_attr" or (bool(node.all_input_nodes) and all(map(_is_of_weights, node.all_input_nodes)))
+    return isinstance(factor, Node) and shape_of(factor)[-2:] == (1, 1) and is_of_weights(factor)
 
 
 def _put(graph: Graph, node: Node, found: _Written) -> None:
@@ -214,19 +304,26 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
         for factor in found.factors:
             query = graph.call_function(_scaled, (query, factor))
         tensors = [query, key, found.value]
+        if found.heads is not None:
+            tensors = [graph.call_function(with_heads, (tensor, *found.heads)) for tensor in tensors]
         mask: Any = None
-        for kind, each, value in found.masks:
+        for place, (kind, each, value) in enumerate(found.masks):
+            if place < found.flat_masks:
+                each = graph.call_function(with_heads, (each, *(found.heads or ())))
             added = graph.call_function(as_mask, (kind, each, value))
             mask = added if mask is None else graph.call_function(join_masks, (mask, added))
-        if dims == 3:
+        if dims == 3 and found.heads is None:
             tensors = [method("unsqueeze", tensor, 1) for tensor in tensors]
             mask = mask if mask is None else graph.call_function(with_one_head, (mask,))
         if dims > 4:
             result = graph.call_function(attention_in_parts, tuple(tensors), {"scale": found.scale})
         else:
             kwargs = {"causal": False, "scale": found.scale, "gqa": False}
-            attended = graph.call_function(scaled_dot_product_attention, (*tensors, mask), kwargs)
-            result = method("squeeze", attended, 1) if dims == 3 else attended
+            result = graph.call_function(scaled_dot_product_attention, (*tensors, mask), kwargs)
+            if found.heads is not None:
+                result = method("flatten", result, 0, 1)
+            elif dims == 3:
+                result = method("squeeze", result, 1)
     result.meta.update(node.meta)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
@@ -251,13 +348,22 @@ def as_mask(kind: str, mask: torch.Tensor, value: Any) -> torch.Tensor:
     """As attention takes it: of booleans, where True takes part, or to be added. A finite value that scores are filled
     with stays what it is, so that a row in which all are hidden comes out as it did."""
     if kind == "add":
-        return mask
+        return mask if value is None else mask * value
     if kind == "windows":
         mask = mask.reshape((1,) * (5 - mask.ndim) + mask.shape)
         return mask.expand(*value, *mask.shape[2:]).flatten(0, 1)
+    if kind == "keep":
+        mask = ~mask.bool()
     if value == -math.inf:
         return ~mask.bool()
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask.bool(), value)
+
+
+def with_heads(tensor: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
+    """[batch * heads, ...] as [batch, heads, ...]; what is the same for all of them fits as it is."""
+    if tensor.ndim < 3 or tensor.shape[0] == 1:
+        return tensor if tensor.ndim < 3 else tensor.unsqueeze(0)
+    return tensor.reshape(batch, heads, *tensor.shape[1:])
 
 
 def with_one_head(mask: torch.Tensor) -> torch.Tensor:

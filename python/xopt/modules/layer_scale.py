@@ -1,0 +1,146 @@
+"""A layer scale (what a linear layer gives, times a parameter of one value for each feature), done with the sums.
+
+    residual + scale * linear(x)
+
+The packed weight stays as it is: see `folded_norm.py`, of which a layer scale is the part that has no statistics. Where
+tokens are an image again before the residual is added (ConvNeXt), the residual is seen as tokens instead, so that the
+product can take it along.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, Node
+
+from xopt.graph.record import EXAMPLE, Described
+from xopt.modules.fused_linear import is_open
+from xopt.modules.linear import linear
+from xopt.modules.pattern import (
+    ADD,
+    MULTIPLY,
+    Pattern,
+    allow_copies,
+    argument,
+    calls,
+    dtype_of,
+    is_call,
+    is_cast,
+    only_user,
+    operands,
+    replace,
+    shape_of,
+)
+from xopt.ops.fakes import FLOATING
+
+_VIEWS = ("view", "reshape", "unsqueeze", torch.reshape, torch.unsqueeze)
+
+
+class LayerScale(Pattern):
+    stage: ClassVar[int] = 2
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, *MULTIPLY):
+            for source, factor in _orders(node, MULTIPLY):
+                product = _permuted(source) or source
+                vector = _vector(factor)
+                if vector is None or not _is_plain_product(product, source, node):
+                    continue
+                if _is_along_features(node, source, product, factor):
+                    _scale(graph, node, source, product, vector)
+                    break
+
+
+class ImageResidual(Pattern):
+    """A residual that is added to a product's tokens once they are an image again."""
+
+    stage: ClassVar[int] = 3
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, *ADD):
+            for source, residual in _orders(node, ADD):
+                product = _permuted(source)
+                alike = isinstance(residual, Node) and shape_of(residual) == shape_of(node) == shape_of(source)
+                if product is not None and alike and _is_plain_product(product, source, node):
+                    _add_as_tokens(graph, node, source, product, residual)
+                    break
+
+
+def _orders(node: Node, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    found = operands(node, targets)
+    return [] if found is None else [found, found[::-1]]
+
+
+def _permuted(node: Any) -> Any:
+    """What a permutation of dimensions is made of."""
+    return node.args[0] if is_call(node, "permute", torch.permute) and _order(node) is not None else None
+
+
+def _order(node: Any) -> tuple[int, ...] | None:
+    given = node.args[1:] if len(node.args) > 2 else argument(node, 1, "dims")
+    if not isinstance(given, (tuple, list)) or not all(isinstance(each, int) for each in given):
+        return None
+    return tuple(each % len(given) for each in given)
+
+
+def _is_plain_product(product: Any, source: Node, node: Node) -> bool:
+    """Whether a linear layer's result goes to `node` alone, be it by way of `source`."""
+    if not is_open(product, linear) or "other" in product.kwargs:
+        return False
+    return only_user(source) is node and (source is product or only_user(product) is source)
+
+
+def _vector(factor: Any) -> Any:
+    """The parameter of one dimension that a factor is, whatever it is seen as."""
+    while is_cast(factor) or is_call(factor, *_VIEWS):
+        factor = factor.args[0]
+    is_parameter = isinstance(factor, Node) and factor.op == "get_attr" and len(shape_of(factor)) == 1
+    return factor if is_parameter and dtype_of(factor) in FLOATING else None
+
+
+def _is_along_features(node: Node, source: Node, product: Node, factor: Node) -> bool:
+    """Whether a factor has one value for each feature, and none of its own for anything else."""
+    shape, features = shape_of(node), shape_of(product)[-1]
+    dims = len(shape)
+    dim = dims - 1 if source is product else (_order(source) or ()).index(dims - 1)
+    given = (1,) * (dims - len(shape_of(factor))) + shape_of(factor)
+    return shape == shape_of(source) and given[dim : dim + 1] == (features,) and math.prod(given) == features
+
+
+def _scale(graph: Graph, node: Node, source: Node, product: Node, vector: Node) -> None:
+    scaled = product.kwargs | {"norm": (None, None, vector, None), "out_dtype": dtype_of(node)}
+    if source is product:
+        replace(graph, node, linear, product.args, scaled)
+        return
+    _become(replace(graph, product, linear, product.args, scaled), node)
+    source.meta.update(node.meta)
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
+
+
+def _become(node: Node, like: Node) -> None:
+    """Has the dtype of another node from now on."""
+    described = node.meta[EXAMPLE]
+    node.meta[EXAMPLE] = Described(like.meta[EXAMPLE].dtype, described.shape)
+
+
+def _add_as_tokens(graph: Graph, node: Node, source: Node, product: Node, residual: Node) -> None:
+    order = _order(source) or ()
+    back = tuple(order.index(dim) for dim in range(len(order)))
+    with graph.inserting_before(node):
+        tokens = graph.call_method("permute", (residual, *back))
+        total = graph.call_function(torch.add, (product, tokens))
+        image = graph.call_method("permute", (total, *order))
+    tokens.meta[EXAMPLE] = Described(dtype_of(residual) or torch.float32, shape_of(product))
+    total.meta[EXAMPLE] = tokens.meta[EXAMPLE]
+    _become(total, node)
+    image.meta.update(node.meta)
+    node.replace_all_uses_with(image)
+    graph.erase_node(node)
+    allow_copies(image)

@@ -1,0 +1,95 @@
+"""Subclasses of nn.Linear that write out what it computes in a forward of their own (`x @ self.weight.T + self.bias`).
+
+Such a forward is recorded, with tensors that have no memory. It is taken for nn.Linear's where the record is no more
+than that product, and where it looks at nothing of the module that might be another thing later.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph
+from torch.nn import functional
+
+from xopt.graph.record import record
+from xopt.modules.base import derive, own_forward, plain_parameter_problem
+from xopt.modules.block import TensorBlock
+from xopt.modules.pattern import ADD, argument, is_call, operands
+
+_MATMUL = (torch.matmul, operator.matmul, "matmul", "__matmul__")
+_KNOWN = frozenset({"weight", "bias"})
+
+
+def says_the_same(module: nn.Linear) -> bool:
+    """Whether it has a forward of its own that is nn.Linear's in other words."""
+    if not own_forward(module, nn.Linear) or "forward" in module.__dict__ or _looks_elsewhere(module):
+        return False
+    if plain_parameter_problem(module, "weight"):
+        return False
+    try:
+        graph = _recorded(module)
+    except Exception:  # whatever a forward does when it meets a symbol: then it is another one
+        return False
+    result: Any = next(node for node in graph.nodes if node.op == "output").args[0]
+    return _is_product(result, with_bias=module.bias is not None)
+
+
+def _looks_elsewhere(module: nn.Linear) -> bool:
+    """Whether the forward reads more of the module than its weight and bias: flags, methods, other tensors."""
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or code.co_freevars:
+        return True
+    own = set(dir(type(module))) - set(dir(nn.Linear))
+    held = {*module.__dict__, *module._parameters, *module._buffers, *module._modules}
+    return bool(set(code.co_names) & ((own | held) - _KNOWN))
+
+
+def _recorded(module: nn.Linear) -> Graph:
+    """Of a stand-in whose parameters have no values, so that nothing is computed."""
+    kind: Any = derive(TensorBlock, type(module))
+    stand_in = kind.__new__(kind)
+    parameters = {
+        name: None if value is None else nn.Parameter(value.detach().to("meta"), requires_grad=False)
+        for name, value in module._parameters.items()
+    }
+    stand_in.__dict__.update(module.__dict__, _parameters=parameters)
+    input = torch.empty(1, 1, module.in_features, dtype=module.weight.dtype, device="meta")
+    with torch.no_grad():
+        return record(stand_in, type(module).forward, (input,), {}).graph
+
+
+def _is_product(result: Any, with_bias: bool) -> bool:
+    if is_call(result, functional.linear):
+        input, weight, bias = (argument(result, place, name) for place, name in enumerate(("input", "weight", "bias")))
+        return _is_input(input) and _is_named(weight, "weight") and _is_bias(bias, with_bias)
+    product, bias = result, None
+    found = operands(result, ADD)
+    if found is not None:
+        product, bias = found if is_call(found[0], *_MATMUL) else found[::-1]
+    if not is_call(product, *_MATMUL) or len(product.args) != 2 or product.kwargs:
+        return False
+    input, weight = product.args
+    return _is_input(input) and _is_transposed_weight(weight) and _is_bias(bias, with_bias)
+
+
+def _is_input(node: Any) -> bool:
+    return getattr(node, "op", "") == "placeholder"
+
+
+def _is_named(node: Any, name: str) -> bool:
+    return getattr(node, "op", "") == "get_attr" and node.target == f":{name}"
+
+
+def _is_bias(node: Any, wanted: bool) -> bool:
+    return _is_named(node, "bias") if wanted else node is None
+
+
+def _is_transposed_weight(node: Any) -> bool:
+    if is_call(node, "t", torch.t):
+        return _is_named(node.args[0], "weight")
+    if not is_call(node, "transpose", torch.transpose) or not _is_named(node.args[0], "weight"):
+        return False
+    return {argument(node, 1, "dim0"), argument(node, 2, "dim1")} in ({-2, -1}, {0, 1}, {0, -1}, {-2, 1})

@@ -1,0 +1,107 @@
+"""Subclasses of nn.Linear with a forward of their own: packed where it says what nn.Linear's does, or left."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import xopt
+
+X = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(0))
+
+
+class WrittenOut(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        product = input @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class BiasFirst(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return self.bias + torch.matmul(input, self.weight.transpose(0, 1))
+
+
+class Called(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.weight, bias=self.bias)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T * 2 + self.bias
+
+
+class NotTransposed(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight + self.bias
+
+
+class WithoutBias(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T
+
+
+class BiasTwice(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.weight, self.bias) + self.bias
+
+
+class Switched(nn.Linear):
+    doubled = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + (2 * self.bias if self.doubled else self.bias)
+
+
+class Noisy(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + (self.bias + 1 if self.training else self.bias)
+
+
+class OnValue(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + self.bias if input.sum() > -1e9 else input
+
+
+PLAIN = [WrittenOut, BiasFirst, Called]
+OTHERS = [Doubled, NotTransposed, WithoutBias, BiasTwice, Switched, Noisy, OnValue]
+
+
+def model_of(kind: type[nn.Linear], bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(kind(48, 48, bias=bias), nn.ReLU()).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", PLAIN)
+@torch.no_grad()
+def test_is_packed(kind: type[nn.Linear], bias: bool, dtype: torch.dtype) -> None:
+    if kind is BiasFirst and not bias:
+        pytest.skip("it needs one")
+    source = model_of(kind, bias)
+    optimized: Any = xopt.optimize(source, dtype=dtype, sample_input=X)
+    assert xopt.report(optimized).optimized_linear_share == 1.0
+    assert [step for fusion in xopt.report(optimized).fusions for step in fusion.fused] == ["linear+relu"]
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for model in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        assert type(model[0]).__name__ == kind.__name__
+        assert isinstance(model[0], kind)
+        torch.testing.assert_close(model(X), source(X), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@torch.no_grad()
+def test_another_forward_is_left_alone(kind: type[nn.Linear]) -> None:
+    source = model_of(kind)
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    (entry,) = xopt.report(optimized).entries
+    assert not entry.optimized
+    assert entry.detail == "it has a forward of its own"
+    torch.testing.assert_close(optimized(X), source(X), rtol=0, atol=0)
