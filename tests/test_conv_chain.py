@@ -285,7 +285,8 @@ def test_geometry_may_change_and_what_is_added_may_be_spread() -> None:
 def test_a_hook_inside_sees_its_convolution() -> None:
     source, optimized, x = optimized_block()
     seen: list[torch.Size] = []
-    handle = optimized.get_submodule("middle.0").register_forward_hook(lambda module, args, result: seen.append(result.shape))
+    inside = optimized.get_submodule("middle.0")
+    handle = inside.register_forward_hook(lambda module, args, result: seen.append(result.shape))
     check(source, optimized, x)
     assert seen == [torch.Size([2, 16, 9, 7])]
     handle.remove()
