@@ -16,7 +16,7 @@ from xopt.modules.pattern import (
     MULTIPLY,
     argument,
     is_call,
-    operands,
+    orders,
     shape_of,
 )
 
@@ -88,13 +88,13 @@ def _parametrized(node: Node) -> dict[str, Any] | None:
 
 def _gelu_written_out(node: Node) -> Node | None:
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 has it: the x."""
-    for half, bracket in _both_ways(node, MULTIPLY):
+    for half, bracket in orders(node, MULTIPLY):
         x = _times(half, 0.5)
         inner: Any = _plus(bracket, 1.0)
         if x is None or not is_call(inner, torch.tanh, "tanh"):
             continue
         scaled = _times(inner.args[0], math.sqrt(2 / math.pi))
-        for left, cubic in _both_ways(scaled, ADD):
+        for left, cubic in orders(scaled, ADD):
             cube = _times(cubic, 0.044715)
             if left is x and is_call(cube, torch.pow, "pow") and cube.args[0] is x and float(cube.args[1]) == 3.0:
                 return x  # type: ignore[no-any-return]
@@ -103,7 +103,7 @@ def _gelu_written_out(node: Node) -> Node | None:
 
 def _times_its_sigmoid(node: Node, slope: float) -> Node | None:
     """x * sigmoid(slope x): the x."""
-    for x, gate in _both_ways(node, MULTIPLY):
+    for x, gate in orders(node, MULTIPLY):
         inner = gate.args[0] if is_call(gate, *_PLAIN["sigmoid"]) else None
         if isinstance(x, Node) and (inner if slope == 1.0 else _times(inner, slope)) is x:
             return x
@@ -116,13 +116,8 @@ _GATED_BY_ITSELF: tuple[tuple[str, Callable[[Node], Node | None]], ...] = (
 )
 
 
-def _both_ways(node: Any, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    found = operands(node, targets)
-    return [] if found is None else [found, found[::-1]]
-
-
 def _with_number(node: Any, targets: tuple[Any, ...], number: float) -> Any:
-    for value, constant in _both_ways(node, targets):
+    for value, constant in orders(node, targets):
         if isinstance(constant, (int, float)) and math.isclose(constant, number, rel_tol=1e-6):
             return value if isinstance(value, Node) and shape_of(value) else None
     return None

@@ -18,7 +18,7 @@ from xopt.modules.pattern import (
     calls,
     dtype_of,
     only_user,
-    operands,
+    orders,
     replace,
     shape_of,
     used_only_for,
@@ -82,21 +82,13 @@ def fuse_activations(graph: Graph, target: Any) -> None:
 def fuse_binary(graph: Graph, target: Any) -> None:
     for binary, targets in (("add", ADD), ("mul", MULTIPLY)):
         for node in calls(graph, *targets):
-            for source, other in _orders(node, targets):
+            for source, other in reversed(orders(node, targets)):  # first what was computed last: fused, it stays there
                 if not is_open(source, target) or "other" in source.kwargs or only_user(source) is not node:
                     continue
                 if _is_alike(node, source, other):
                     kwargs = source.kwargs | {"binary": binary, "other": other, "out_dtype": dtype_of(node)}
                     replace(graph, node, target, source.args, kwargs)
                     break
-
-
-def _orders(node: Node, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """With the operand first that was computed last: fused into it, the sum stays where it was."""
-    found = operands(node, targets)
-    if found is None:
-        return []
-    return [found[::-1], found]
 
 
 def is_open(node: Any, target: Any) -> bool:

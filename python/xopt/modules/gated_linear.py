@@ -14,7 +14,7 @@ from xopt.modules.activation import ACTIVATIONS, activation_of
 from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_pair, pack_as_pair
-from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, operands, replace, step, used_only_for
+from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, orders, replace, step, used_only_for
 
 gated_product = torch.ops.xopt.linear_gated.default
 
@@ -32,8 +32,7 @@ class Gated:
 def each_gated(graph: Graph) -> Iterator[Gated]:
     """Either factor may be the gate. A product that was replaced in between is not handed out again."""
     for node in calls(graph, *MULTIPLY):
-        found = operands(node, MULTIPLY)
-        for activated, up in [] if found is None else [found, found[::-1]]:
+        for activated, up in orders(node, MULTIPLY):
             gate = activation_of(activated)
             if gate is None or not isinstance(up, Node) or only_user(up) is not node:
                 continue

@@ -29,7 +29,7 @@ from xopt.modules.pattern import (
     is_call,
     is_cast,
     only_user,
-    operands,
+    orders,
     replace,
     shape_of,
 )
@@ -45,7 +45,7 @@ class LayerScale(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, *MULTIPLY):
-            for source, factor in _orders(node, MULTIPLY):
+            for source, factor in orders(node, MULTIPLY):
                 product = _permuted(source) or source
                 vector = _vector(factor)
                 if vector is None or not _is_plain_product(product, source, node):
@@ -64,17 +64,12 @@ class ImageResidual(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, *ADD):
-            for source, residual in _orders(node, ADD):
+            for source, residual in orders(node, ADD):
                 product = _permuted(source)
                 alike = isinstance(residual, Node) and shape_of(residual) == shape_of(node) == shape_of(source)
                 if product is not None and alike and _is_plain_product(product, source, node):
                     _add_as_tokens(graph, node, source, product, residual)
                     break
-
-
-def _orders(node: Node, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    found = operands(node, targets)
-    return [] if found is None else [found, found[::-1]]
 
 
 def _permuted(node: Any) -> Any:

@@ -26,11 +26,13 @@ from xopt.modules.pattern import (
     dtype_of,
     is_call,
     operands,
+    orders,
     replace,
     shape_of,
     step,
     without_casts,
 )
+from xopt.modules.product import told
 from xopt.ops.fakes import FLOATING
 
 _layer_norm = torch.ops.xopt.layer_norm.default
@@ -42,14 +44,15 @@ _rms_norm = torch.ops.xopt.rms_norm.default
 def layer_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, out_dtype: torch.dtype
 ) -> Tensor:
-    return _layer_norm(input, weight, bias, eps=eps, out_dtype=out_dtype)[0]  # type: ignore[no-any-return]
+    return _layer_norm(input, weight, bias, eps=eps, **told({}, input, out_dtype))[0]  # type: ignore[no-any-return]
 
 
 @step("rms_norm")
 def rms_norm(
     input: Tensor, weight: Tensor | None, *, eps: float, weight_offset: float = 0.0, out_dtype: torch.dtype
 ) -> Tensor:
-    return _rms_norm(input, weight, eps=eps, weight_offset=weight_offset, out_dtype=out_dtype)[0]  # type: ignore[no-any-return]
+    options = told({"weight_offset": weight_offset} if weight_offset != 0.0 else {}, input, out_dtype)
+    return _rms_norm(input, weight, eps=eps, **options)[0]  # type: ignore[no-any-return]
 
 
 @step("add+layer_norm")
@@ -66,9 +69,8 @@ def add_layer_norm(
     if input.shape != residual.shape:  # broadcast, which it was not when the graph was recorded
         input = input + residual
         return layer_norm(input, weight, bias, eps=eps, out_dtype=out_dtype), input
-    return _layer_norm(  # type: ignore[no-any-return]
-        input, weight, bias, eps=eps, residual=residual, return_sum=return_sum, out_dtype=out_dtype
-    )
+    options = told({"return_sum": True} if return_sum else {}, input, out_dtype)
+    return _layer_norm(input, weight, bias, eps=eps, residual=residual, **options)  # type: ignore[no-any-return]
 
 
 @step("add+rms_norm")
@@ -85,15 +87,10 @@ def add_rms_norm(
     if input.shape != residual.shape:
         input = input + residual
         return rms_norm(input, weight, eps=eps, weight_offset=weight_offset, out_dtype=out_dtype), input
-    return _rms_norm(  # type: ignore[no-any-return]
-        input,
-        weight,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        return_sum=return_sum,
-        out_dtype=out_dtype,
-    )
+    options = told({"return_sum": True} if return_sum else {}, input, out_dtype)
+    if weight_offset != 0.0:
+        options["weight_offset"] = weight_offset
+    return _rms_norm(input, weight, eps=eps, residual=residual, **options)  # type: ignore[no-any-return]
 
 
 class FindNorms(Pattern):
@@ -133,11 +130,11 @@ def _last_cast(node: Node) -> Node:
 
 def _rms_norm_written_out(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """weight * (x * rsqrt(mean(x^2) + eps)), with casts wherever a model has them."""
-    for weight, scaled in _orders(node):
+    for weight, scaled in orders(node, MULTIPLY):
         parameter, offset = _weight(weight)
         if parameter is None:
             continue
-        for x, factor in _orders(without_casts(scaled)):
+        for x, factor in orders(without_casts(scaled), MULTIPLY):
             eps = _rsqrt_of_mean_square(without_casts(factor), without_casts(x))
             if eps is not None and shape_of(parameter) == shape_of(x)[-1:]:
                 out_dtype = dtype_of(_last_cast(node))
@@ -147,16 +144,10 @@ def _rms_norm_written_out(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]] 
     return None
 
 
-def _orders(node: Any) -> list[tuple[Any, Any]]:
-    found = operands(node, MULTIPLY)
-    return [] if found is None else [found, found[::-1]]
-
-
 def _weight(node: Any) -> tuple[Any, float]:
     """The parameter, and what is added to it (Gemma has 1 + weight)."""
     node = without_casts(node)
-    found = operands(node, ADD)
-    for constant, rest in [] if found is None else [found, found[::-1]]:
+    for constant, rest in orders(node, ADD):
         if isinstance(constant, (int, float)):
             return _weight(rest)[0], float(constant)
     is_parameter = isinstance(node, Node) and node.op == "get_attr" and len(shape_of(node)) == 1
@@ -249,18 +240,16 @@ def linear_norm(
         if norm == "layer_norm":
             return layer_norm(total, norm_weight, norm_bias, eps=eps, out_dtype=out_dtype), total
         return rms_norm(total, norm_weight, eps=eps, out_dtype=out_dtype), total
+    options = told({}, input, out_dtype)
+    if norm != "layer_norm":
+        options["norm"] = norm
+    if norm_bias is not None:
+        options["norm_bias"] = norm_bias
+    if sum_dtype is not None:
+        options["return_sum"] = True
+    bias = module._parameters["bias"]
     return _linear_norm(  # type: ignore[no-any-return]
-        input,
-        place.packed,
-        module.out_features,
-        module._parameters["bias"],
-        residual,
-        norm=norm,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        eps=eps,
-        out_dtype=out_dtype,
-        return_sum=sum_dtype is not None,
+        input, place.packed, module.out_features, bias, residual, norm_weight=norm_weight, eps=eps, **options
     )
 
 

@@ -101,6 +101,12 @@ def operands(node: Any, targets: tuple[Any, ...]) -> tuple[Any, Any] | None:
     return node.args[0], node.args[1]
 
 
+def orders(node: Any, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """The two operands of a plain addition or product, either way round."""
+    found = operands(node, targets)
+    return [] if found is None else [found, found[::-1]]
+
+
 def replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
     """A call in the place of a node. What only that node had used is left over, and removed by `remove_unused`."""
     with graph.inserting_before(node):

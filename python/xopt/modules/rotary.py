@@ -28,7 +28,7 @@ from xopt.modules.pattern import (
     is_call,
     is_cast,
     only_user,
-    operands,
+    orders,
     shape_of,
     step,
     without_casts,
@@ -81,9 +81,9 @@ class FindRotary(Pattern):
 
 def _turn_of(node: Node) -> _Turn | None:
     """What a sum rotates, if it is one that does."""
-    for plain, turned in _orders(node, ADD):
-        for x, cos in _orders(plain, MULTIPLY):
-            for other, sin in _orders(turned, MULTIPLY):
+    for plain, turned in orders(node, ADD):
+        for x, cos in orders(plain, MULTIPLY):
+            for other, sin in orders(turned, MULTIPLY):
                 interleaved = _turned(other, x)
                 if interleaved is None:
                     continue
@@ -91,11 +91,6 @@ def _turn_of(node: Node) -> _Turn | None:
                 if found is not None:
                     return found
     return None
-
-
-def _orders(node: Any, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    found = operands(node, targets)
-    return [] if found is None else [found, found[::-1]]
 
 
 def _result(node: Node, x: Any, interleaved: bool, cos: Any, sin: Any) -> _Turn | None:
