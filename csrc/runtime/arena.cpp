@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -159,6 +160,10 @@ struct WeightPlace {
   }
 };
 
+// Part of a 2 MB page can be given back by itself, at the price of small pages for its neighbours.
+constexpr size_t kSmallPage = size_t{4} << 10;
+constexpr size_t kWorthSplitting = size_t{256} << 10;
+
 class WeightChunk {
  public:
   WeightChunk(char* base, size_t bytes) : base_(base), bytes_(bytes), weights_on_(bytes / kPage, 0) {}
@@ -199,11 +204,26 @@ class WeightChunk {
       madvise(base_ + page * kPage, kPage, MADV_DONTNEED);
       --*pages;
     }
-    sizes_.erase(found);
+    give_back_around(sizes_.erase(found));
     return true;
   }
 
  private:
+  // Of the gap before this weight, what shares its pages with weights. Merged layers leave gaps in the middle of models,
+  // which no later weight fits into.
+  void give_back_around(std::map<char*, size_t>::const_iterator next) {
+    char* const end = next == sizes_.end() ? base_ + bytes_ : next->first;
+    char* begin = base_;
+    if (next != sizes_.begin()) {
+      const auto before = std::prev(next);
+      begin = before->first + before->second;
+    }
+    const size_t first = round_to(static_cast<size_t>(begin - base_), kSmallPage);
+    const size_t last = static_cast<size_t>(end - base_) / kSmallPage * kSmallPage;
+    if (last < first + kWorthSplitting) return;
+    madvise(base_ + first, last - first, MADV_DONTNEED);
+  }
+
   char* base_;
   size_t bytes_;
   std::vector<uint32_t> weights_on_;  // of each page
