@@ -118,7 +118,7 @@ py::object ModuleGuard::operator()(const py::object& root) const {
   return modules;
 }
 
-void bind_module_guard(py::module_ m) {
+void bind_module_guard(const py::module_& m) {
   py::class_<ModuleGuard>(m, "ModuleGuard")
       .def(py::init<long long>(), py::arg("root_epoch"))
       .def("add", &ModuleGuard::add, py::arg("parent"), py::arg("name"), py::arg("module"), py::arg("epoch"))

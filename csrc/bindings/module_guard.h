@@ -50,6 +50,6 @@ class ModuleGuard {
   std::vector<Watched> watched_;
 };
 
-void bind_module_guard(pybind11::module_ m);
+void bind_module_guard(const pybind11::module_& m);
 
 }  // namespace xopt
