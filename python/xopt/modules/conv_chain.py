@@ -30,6 +30,7 @@ from xopt.ops.fakes import FLOATING
 
 Tensor = torch.Tensor
 Norm = tuple[Tensor | None, ...] | None
+Operands = tuple[Tensor, Tensor | None, Tensor | None]  # packed weight, bias and scale
 
 _conv_chain = torch.ops.xopt.conv_chain.default
 _MOST_SHAPES = 64  # that a chain remembers to fit
@@ -64,7 +65,9 @@ class Chain:
         self._prepared = Prepared([], [], "")
         self._fitting: dict[tuple[torch.Size, ...], bool] = {}
 
-    def prepared(self, modules: Sequence[Any], values: Sequence[Tensor], norms: Sequence[Norm]) -> Prepared | None:
+    def prepared(
+        self, modules: Sequence[Any], values: Sequence[Tensor], operands: Sequence[Operands]
+    ) -> Prepared | None:
         """For this call; None: it is none for the operator."""
         for link, module in zip(self.links, modules, strict=True):
             if link.input >= 0:
@@ -73,22 +76,21 @@ class Chain:
                     return None
                 if value.stride(1) != 1 and not computes_channels_last(module):
                     return None
-        geometry = [_geometry(module) for module in modules]
+        geometry = [_geometry(module, own) for module, own in zip(modules, operands, strict=True)]
         if geometry != self._geometry:
             if any(module.padding_mode != "zeros" for module in modules):
                 return None
-            self._prepared = self._prepare(modules, len(values), norms)
+            self._prepared = self._prepare(modules, len(values), operands)
             self._fitting = {}
             self._geometry = geometry
         return self._prepared if self._fits(modules, values) else None
 
-    def _prepare(self, modules: Sequence[Any], values: int, norms: Sequence[Norm]) -> Prepared:
+    def _prepare(self, modules: Sequence[Any], values: int, operands: Sequence[Operands]) -> Prepared:
         places, first = [], values
-        for module, norm in zip(modules, norms, strict=True):
-            bias = first + 1 if norm is not None or module._parameters["bias"] is not None else -1
-            scale = first + 2 if norm is not None else -1
-            places.append((first, bias, scale))
-            first += 1 + (bias != -1) + (scale != -1)
+        for own in operands:
+            for each in own:
+                places.append(-1 if each is None else first)
+                first += each is not None
 
         def place(value: int | None) -> int:
             return -1 if value is None else value if value >= 0 else first + ~value
@@ -96,8 +98,8 @@ class Chain:
         links: list[int] = []
         parameters: list[float] = []
         names: list[str] = []
-        for link, module, own in zip(self.links, modules, places, strict=True):
-            links += [place(link.input), *own, place(link.other), module.groups]
+        for i, (link, module) in enumerate(zip(self.links, modules, strict=True)):
+            links += [place(link.input), *places[3 * i : 3 * i + 3], place(link.other), module.groups]
             links += [int(link.after.get("activation_last", False)), FLOATING.index(link.after["out_dtype"])]
             padding = amounts_of(module.padding, module.kernel_size, module.dilation, link.pad)
             links += [len(module.kernel_size), *weight_of(module).shape, *module.stride, *padding, *module.dilation]
@@ -130,15 +132,10 @@ class Chain:
         return True
 
 
-def _geometry(module: Any) -> tuple[Any, ...]:
-    return (
-        module.stride,
-        module.padding,
-        module.dilation,
-        module.groups,
-        module.padding_mode,
-        module._parameters["bias"] is None,
-    )
+def _geometry(module: Any, operands: Operands) -> tuple[Any, ...]:
+    _, bias, scale = operands
+    own = (module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
+    return (*own, bias is None, scale is None)
 
 
 def conv_chain(
@@ -146,15 +143,16 @@ def conv_chain(
 ) -> Sequence[Tensor]:
     """The step of a program: the results of the chain that are wanted. `values`: what its convolutions read, inputs and
     what is added; `norms`: for each what a BatchNorm folded into it has, or None."""
-    prepared = None
-    if all(map(has_packed_weight, modules)) and not is_watched():
-        prepared = chain.prepared(modules, values, norms)
-    if prepared is None:
+    if not all(map(has_packed_weight, modules)) or is_watched():
         return _one_by_one(chain, modules, values, norms)
-    tensors = [*values]
+    operands: list[Operands] = []
     for module, norm, link in zip(modules, norms, chain.links, strict=True):
         scale, bias = folded(module, module._parameters["bias"], norm, link.eps)
-        tensors += [each for each in (weight_of(module).place.packed, bias, scale) if each is not None]
+        operands.append((weight_of(module).place.packed, bias, scale))
+    prepared = chain.prepared(modules, values, operands)
+    if prepared is None:
+        return _one_by_one(chain, modules, values, norms)
+    tensors = [*values, *(each for own in operands for each in own if each is not None)]
     return _conv_chain(tensors, *prepared, chain.wanted)  # type: ignore[no-any-return]
 
 
