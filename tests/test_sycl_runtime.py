@@ -15,7 +15,7 @@ from torch import nn
 import xopt
 from tests import fresh_process
 from tests.conv_cases import last
-from xopt import sycl
+from xopt import _C, sycl
 from xopt.sycl import loading
 
 T = TypeVar("T")
@@ -150,6 +150,52 @@ def test_what_an_operator_had_on_its_stack_outlives_it() -> None:
         assert device.synchronizations() == before
         device.synchronize()
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
+
+
+@needs_sycl
+@torch.no_grad()
+def test_tensors_may_be_dropped_before_their_kernels_have_run() -> None:
+    """Inputs, results and copies that operators make for themselves, all of sizes that are given out again at once."""
+    weight = torch.ops.xopt.linear_pack(torch.eye(256), dtype=torch.float32)
+    with sycl.device("cpu", asynchronous=True) as device:
+        for _ in range(3):
+            totals = []
+            for value in range(8):
+                x = torch.full((256, 512), float(value))
+                for _ in range(10):
+                    x = torch.ops.xopt.linear(x[:, :256], weight, 256)
+                totals.append(x)
+                torch.full((256, 256), -1.0)  # what was freed too early is overwritten
+            device.synchronize()
+            assert [float(total.min()) for total in totals] == [float(total.max()) for total in totals] == [*range(8)]
+
+
+@needs_sycl
+@torch.no_grad()
+def test_what_kernels_have_used_is_dropped_in_the_end() -> None:
+    weight = torch.ops.xopt.linear_pack(torch.eye(1024), dtype=torch.float32)
+    before = _C.output_statistics()[0]
+    with sycl.device("cpu", asynchronous=True) as device:
+        x = torch.ones(1024, 1024)
+        for _ in range(50):
+            x = torch.ops.xopt.linear(x, weight, 1024)
+        device.synchronize()
+        assert _C.output_statistics()[0] - before == x.nbytes
+        assert torch.equal(x, torch.ones(1024, 1024))
+
+
+@needs_sycl
+@torch.no_grad()
+def test_an_operator_that_copies_or_has_no_kernel_waits() -> None:
+    weight = torch.ops.xopt.linear_pack(torch.eye(48), dtype=torch.float32)
+    kernel = torch.ops.xopt.conv_pack(torch.eye(20).view(20, 20, 1, 1), 1, dtype=torch.float32)
+    x = torch.randn(1, 20, 20, 48)
+    with sycl.device("cpu", asynchronous=True) as device:
+        image = torch.ops.xopt.linear(x, weight, 48)  # its channels are not last
+        geometry = {"stride": [1, 1], "padding": [0] * 4, "dilation": [1, 1]}
+        copied = torch.ops.xopt.conv(image, kernel, [20, 20, 1, 1], **geometry)
+        device.synchronize()
+    assert torch.equal(copied, x)
 
 
 @needs_sycl

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "runtime/outputs.h"
+#include "runtime/registry.h"
 #include "runtime/trace.h"
 
 namespace xopt::ops {
@@ -21,6 +22,11 @@ std::string list_text(const int64_t* values, int64_t count) {
   std::string text = "[";
   for (int64_t i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
   return text + "]";
+}
+
+Offload* asynchronous_offload() {
+  Offload* offload = current_offload();
+  return offload != nullptr && offload->is_asynchronous() ? offload : nullptr;
 }
 
 }  // namespace
@@ -107,7 +113,23 @@ Tensor& Tensor::operator=(Tensor&& other) noexcept {
 }
 
 Tensor::~Tensor() {
-  if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  if (handle_ == nullptr) return;
+  Offload* offload = asynchronous_offload();
+  if (offload == nullptr) {
+    aoti_torch_delete_tensor_object(handle_);
+    return;
+  }
+  offload->hold(handle_, [](void* handle) { aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(handle)); });
+}
+
+AtenTensorHandle Tensor::release() {
+  if (handle_ != nullptr && asynchronous_offload() != nullptr) {
+    // A reference of ours, since the caller may drop the result before it is there.
+    AtenTensorHandle ours = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle_, &ours));
+    const Tensor held(ours);
+  }
+  return std::exchange(handle_, nullptr);
 }
 
 // `order`: the dimensions from the outermost in memory to the innermost.
@@ -173,6 +195,7 @@ Tensor Tensor::adopt(void* data, const int64_t* sizes, const int64_t* strides, i
 }
 
 Tensor Tensor::copied_to(Tensor copy) const {
+  if (Offload* offload = asynchronous_offload()) offload->wait();  // torch copies on the host
   require(aoti_torch_copy_(copy.handle_, handle_, 0), "copy a tensor");
   return copy;
 }

@@ -71,7 +71,7 @@ class Tensor {
   const void* data() const;
   void* mutable_data() const;
   AtenTensorHandle get() const { return handle_; }
-  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+  AtenTensorHandle release();
   std::string shape_text() const;  // "[2, 3]"
 
  private:

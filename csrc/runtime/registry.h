@@ -38,6 +38,12 @@ KernelRecord* find_kernel(const char* name, const char* dtype, Isa limit);
 class Offload {
  public:
   virtual KernelRecord* find(const char* name, const char* dtype) = 0;  // nullptr: the CPU's is run
+  // Whether operators return before their kernels have run. What those read and write is then handed to `hold`, which
+  // drops it once they have, and the host waits before it reads anything itself.
+  virtual bool is_asynchronous() const = 0;
+  virtual void hold(void* object, void (*drop)(void*)) = 0;
+  virtual void wait() = 0;
+
  protected:
   ~Offload() = default;
 };

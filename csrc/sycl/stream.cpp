@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "tiles/layout.h"
 
@@ -89,6 +90,7 @@ KernelRecord* Stream::find(const char* name, const char* dtype) {
   for (KernelRecord* record = first_sycl_kernel(); record != nullptr; record = record->next) {
     if (std::strcmp(record->name, name) == 0 && std::strcmp(record->dtype, dtype) == 0) return record;
   }
+  if (!waits_) synchronize();  // the CPU reads what kernels may still be writing
   return nullptr;
 }
 
@@ -133,7 +135,25 @@ void Stream::synchronize() {
   queue_.wait();
   for (void* copy : kept_) sycl::free(copy, context_);
   kept_.clear();
+  for (auto& [event, held] : in_use_) drop(&held);
+  in_use_.clear();
+  drop(&held_);
   queue_.throw_asynchronous();
+}
+
+// Kernels run in order: what one of them was the last to use is free once it has run.
+void Stream::drop_what_is_done() {
+  if (!held_.empty()) in_use_.emplace_back(last_, std::exchange(held_, {}));
+  using Status = sycl::info::event::command_execution_status;
+  while (!in_use_.empty() && in_use_.front().first.get_info<Status>() == sycl::info::event_command_status::complete) {
+    drop(&in_use_.front().second);
+    in_use_.pop_front();
+  }
+}
+
+void Stream::drop(std::vector<Held>* held) {
+  for (const Held& each : *held) each.drop(each.object);
+  held->clear();
 }
 
 }  // namespace xopt::sycl_device

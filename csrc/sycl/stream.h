@@ -4,10 +4,12 @@
 // an operator waits for its result, since what reads it next may be torch; otherwise nothing waits until synchronize().
 #pragma once
 
+#include <deque>
 #include <map>
 #include <optional>
 #include <string>
 #include <sycl/sycl.hpp>
+#include <utility>
 #include <vector>
 
 #include "runtime/registry.h"
@@ -64,6 +66,9 @@ class Stream final : public Offload {
   static Stream& current() { return static_cast<Stream&>(*current_offload()); }
 
   KernelRecord* find(const char* name, const char* dtype) override;
+  bool is_asynchronous() const override { return !waits_; }
+  void hold(void* object, void (*drop)(void*)) override { held_.push_back({object, drop}); }
+  void wait() override { synchronize(); }
 
   const Tiling& tiling(DType dtype);
   int lanes() const { return lanes_; }
@@ -83,7 +88,7 @@ class Stream final : public Offload {
   template <class... Arguments>
   void launch(sycl::kernel& kernel, const sycl::nd_range<3>& range, const Arguments&... arguments) {
     require_usable();
-    queue_.submit([&](sycl::handler& handler) {
+    last_ = queue_.submit([&](sycl::handler& handler) {
       int index = 0;
       (handler.set_arg(index++, arguments), ...);
       handler.parallel_for(range, kernel);
@@ -96,7 +101,8 @@ class Stream final : public Offload {
   const void* keep(const void* data, size_t bytes);
   // At the end of an operator.
   void finish() {
-    if (waits_) synchronize();
+    if (waits_) return synchronize();
+    drop_what_is_done();
   }
   void synchronize();
   int64_t synchronizations() const { return synchronizations_; }  // how often the host has waited
@@ -120,6 +126,18 @@ class Stream final : public Offload {
   int64_t scratch_bytes_ = 0;
   std::vector<void*> kept_;
   int64_t synchronizations_ = 0;
+
+  struct Held {
+    void* object;
+    void (*drop)(void*);
+  };
+  // What operators have used since the last one ended, and what those before had, with the last kernel that may use it.
+  std::vector<Held> held_;
+  std::deque<std::pair<sycl::event, std::vector<Held>>> in_use_;
+  sycl::event last_;
+
+  void drop_what_is_done();
+  static void drop(std::vector<Held>* held);
 };
 
 // The kernels that streams have; a source registers its own.

@@ -41,10 +41,10 @@ class device:  # noqa: N801 - as torch.device, which can be a context as well
     name: "cpu", "gpu", or a number of `devices()`. Operators on tensors of the CPU need a device with system USM.
     tile: rows, columns and depth (of bf16) of the tiles that products are cut into, in place of the best that the
         device has; (8, 16, 16) is that of XMX.
-    asynchronous: operators return before their results are there, and the caller keeps every tensor that they took or
-        gave until `synchronize()`; those have to lie as kernels read them (rows dense, images' channels last), since a
-        copy that an operator makes for itself is freed with it. Otherwise each waits, since what reads a tensor of
-        the CPU next may be torch.
+    asynchronous: operators return before their results are there. What they use stays alive until then, whoever drops
+        it; the caller does not read or change it before `synchronize()`. An operator that has no kernel on the device,
+        or has to copy a tensor into another layout first, waits. Otherwise each waits, since what reads a tensor of the
+        CPU next may be torch.
     """
 
     def __init__(
