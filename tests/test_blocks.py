@@ -632,6 +632,7 @@ def test_copies_and_keys_after_weights_were_packed_together(name: str) -> None:
         for other in (copy.deepcopy(optimized), torch.load(file, weights_only=False)):
             torch.testing.assert_close(other(X), expected)
             torch.testing.assert_close(other(X), expected)
+        torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(optimized, backend="eager", fullgraph=True)(X), expected)
 
 

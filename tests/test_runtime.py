@@ -282,14 +282,14 @@ def test_a_small_weight_does_not_keep_the_memory_of_its_neighbours() -> None:
     testing.weight_free(small)
 
 
-def resident_pages(address: int, size: int) -> int:
-    """Of 4 KB that begin in this range."""
+def resident_share(address: int, size: int) -> float:
+    """Of the pages of 4 KB that lie in this range."""
     first = -(-address // 4096) * 4096
     told = (ctypes.c_ubyte * ((address + size - first) // 4096))()
     assert (
         ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(first), ctypes.c_size_t(4096 * len(told)), told) == 0
     )
-    return sum(page & 1 for page in told)
+    return sum(page & 1 for page in told) / len(told)
 
 
 @not_when_sanitized
@@ -300,10 +300,10 @@ def test_the_memory_of_a_gap_between_weights_is_given_back() -> None:
     weights = [testing.weight_alloc(size) for size in sizes]
     for value, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
         fill(weight, size, value)
-    assert resident_pages(weights[1], sizes[1]) == sizes[1] // 4096
+    assert resident_share(weights[1], sizes[1]) == 1
     testing.weight_free(weights[2])
     testing.weight_free(weights[1])
-    assert resident_pages(weights[1], sizes[1]) == resident_pages(weights[2], sizes[2]) == 0
+    assert resident_share(weights[1], sizes[1]) == resident_share(weights[2], sizes[2]) == 0
     assert holds(weights[0], sizes[0], 0)
     assert holds(weights[3], sizes[3], 3)
     again = testing.weight_alloc(700 << 10)

@@ -66,7 +66,7 @@ def sample(rng: random.Random) -> WeightOnlyCase:
         gated=gated,
         input=rng.choice(cases.FLOATS),
         out=rng.choice(("", "", *cases.FLOATS)),
-        input_values="integers" if exact else rng.choice(("normal", "one_hot", "zeros")),
+        input_values="integers" if exact else rng.choice(("normal", "normal", "one_hot", "zeros", "ones")),
         powers=exact,
         zero_point=rng.random() < 0.5,
         input_layout=cases.pick(rng, cases.INPUT_LAYOUTS),

@@ -158,7 +158,7 @@ def conv_chain(
 
 def is_watched() -> bool:
     """Whether somebody sees each operator that is called."""
-    return torch._C._autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _one_by_one(

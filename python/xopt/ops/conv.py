@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -134,23 +134,53 @@ def _conv(
     return image_output("conv", input, packed, weight_size, stride, padding, dilation, groups, out_dtype or input.dtype)
 
 
+class Link(NamedTuple):
+    """What the numbers of a chain say of one of its convolutions: csrc/ops/conv_chain.cpp."""
+
+    places: list[int]
+    """Of input, packed weight, bias, scale and what is added among the tensors and the results; -1: none."""
+    activation_last: bool
+    out_dtype: torch.dtype
+    weight_size: list[int]
+    geometry: dict[str, Any]
+
+
+def links_of(numbers: Sequence[int]) -> Iterator[Link]:
+    rest = list(numbers)
+    while rest:
+        (*places, groups, last, dtype, dims), rest = rest[:9], rest[9:]
+        (size, stride), rest = (rest[: dims + 2], rest[dims + 2 : 2 * dims + 2]), rest[2 * dims + 2 :]
+        padding, dilation, rest = rest[: 2 * dims], rest[2 * dims : 3 * dims], rest[3 * dims :]
+        geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        yield Link(places, bool(last), FLOATING[dtype], size, geometry)
+
+
 @fake_of("conv_chain")
 def _conv_chain(
     tensors: Sequence[Tensor], links: Sequence[int], parameters: Sequence[float], names: str, wanted: Sequence[int]
 ) -> list[Tensor]:
-    values = list(tensors)
-    words, rest = iter(names.split(" ")), list(links)
-    while rest:
-        (*places, groups, last, dtype, dims), rest = rest[:9], rest[9:]
-        sizes = [rest[: dims + 2], *(rest[dims + 2 :][k * dims : (k + 1) * dims] for k in range(4))]
-        rest = rest[2 + 5 * dims :]
-        input, packed, bias, scale, other = (None if place == -1 else values[place] for place in places)
-        assert input is not None and packed is not None, "a link without input or weight"  # noqa: PT018
-        fused = {"activation": next(words), "binary": next(words), "other": other, "activation_last": bool(last)}
-        geometry = {"stride": sizes[1], "padding": [*sizes[2], *sizes[3]], "dilation": sizes[4], "groups": groups}
-        options: dict[str, Any] = {**geometry, **fused, "scale": scale, "out_dtype": FLOATING[dtype]}
-        values.append(_conv(input, packed, sizes[0], bias, **options))
+    values: list[Any] = list(tensors)
+    for link in links_of(links):
+        operands: list[Any] = [None if place == -1 else values[place] for place in link.places]
+        input, packed, bias, scale, other = operands
+        options: dict[str, Any] = {**link.geometry, "scale": scale, "other": other, "out_dtype": link.out_dtype}
+        values.append(_conv(input, packed, link.weight_size, bias, **options))
     return [values[len(tensors) + result] for result in wanted]
+
+
+@cost_of("conv_chain", category="conv", kernel="conv")
+def _conv_chain_work(
+    tensors: Sequence[Shape], links: Sequence[int], parameters: Sequence[float], names: str, wanted: Sequence[int]
+) -> Work:
+    shapes, flop, sizes = list(tensors), 0, []
+    for link in links_of(links):
+        input, packed = shapes[link.places[0]], shapes[link.places[1]]
+        work = conv_work(input, packed, link.weight_size, **link.geometry)
+        spatial = output_sizes(input[2:], link.weight_size[2:], *list(link.geometry.values())[:3])
+        shapes.append([input[0], link.weight_size[0], *(int(size) for size in spatial)])
+        flop += work.flop
+        sizes.append(work.size)
+    return Work("; ".join(sizes), flop)
 
 
 @cost_of("conv", category="conv", kernel="conv")
