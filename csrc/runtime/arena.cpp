@@ -13,6 +13,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -198,30 +199,27 @@ class WeightChunk {
   bool release(void* data, int64_t* pages) {
     const auto found = sizes_.find(static_cast<char*>(data));
     if (found == sizes_.end()) return false;
-    const size_t first = static_cast<size_t>(found->first - base_);
-    for (size_t page = first / kPage; page <= (first + found->second - 1) / kPage; ++page) {
-      if (--weights_on_[page] > 0) continue;
-      madvise(base_ + page * kPage, kPage, MADV_DONTNEED);
-      --*pages;
-    }
-    give_back_around(sizes_.erase(found));
+    const size_t first = static_cast<size_t>(found->first - base_), end = first + found->second;
+    for (size_t page = first / kPage; page <= (end - 1) / kPage; ++page) *pages -= --weights_on_[page] == 0;
+    give_back(first, end, sizes_.erase(found));
     return true;
   }
 
  private:
-  // Of the gap before this weight, what shares its pages with weights. Merged layers leave gaps in the middle of models,
-  // which no later weight fits into.
-  void give_back_around(std::map<char*, size_t>::const_iterator next) {
-    char* const end = next == sizes_.end() ? base_ + bytes_ : next->first;
-    char* begin = base_;
+  // What a weight before `next` has left behind, with what is free beside it and was too little so far. Merged layers
+  // leave gaps in the middle of models, which no later weight fits into.
+  void give_back(size_t begin, size_t end, std::map<char*, size_t>::const_iterator next) {
+    begin = begin < kWorthSplitting ? 0 : begin - kWorthSplitting;
+    end = std::min(end + kWorthSplitting, bytes_);
+    if (next != sizes_.end()) end = std::min(end, static_cast<size_t>(next->first - base_));
     if (next != sizes_.begin()) {
       const auto before = std::prev(next);
-      begin = before->first + before->second;
+      begin = std::max(begin, static_cast<size_t>(before->first - base_) + before->second);
     }
-    const size_t first = round_to(static_cast<size_t>(begin - base_), kSmallPage);
-    const size_t last = static_cast<size_t>(end - base_) / kSmallPage * kSmallPage;
-    if (last < first + kWorthSplitting) return;
-    madvise(base_ + first, last - first, MADV_DONTNEED);
+    begin = round_to(begin, kSmallPage);
+    end = end / kSmallPage * kSmallPage;
+    if (end < begin + kWorthSplitting) return;
+    madvise(base_ + begin, end - begin, MADV_DONTNEED);
   }
 
   char* base_;
