@@ -4,6 +4,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "runtime/arena.h"
 #include "runtime/outputs.h"
 #include "runtime/registry.h"
 #include "runtime/trace.h"
@@ -122,12 +123,16 @@ Tensor::~Tensor() {
   offload->hold(handle_, [](void* handle) { aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(handle)); });
 }
 
+AtenTensorHandle Tensor::share() const {
+  AtenTensorHandle handle = nullptr;
+  require(aoti_torch_new_tensor_handle(handle_, &handle), "share a tensor");
+  return handle;
+}
+
 AtenTensorHandle Tensor::release() {
   if (handle_ != nullptr && asynchronous_offload() != nullptr) {
     // A reference of ours, since the caller may drop the result before it is there.
-    AtenTensorHandle ours = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle_, &ours));
-    const Tensor held(ours);
+    const Tensor ours(share());
   }
   return std::exchange(handle_, nullptr);
 }
@@ -177,9 +182,10 @@ Tensor Tensor::empty_channels_last(const int64_t* sizes, int64_t dims, DType dty
   return empty_in_order(sizes, dims, dtype, order);
 }
 
-Tensor Tensor::adopt_bytes(void* data, int64_t bytes, void (*deleter)(void*, void*)) {
+Tensor Tensor::packed_bytes(int64_t bytes) {
   const int64_t stride = 1;
-  return adopt(data, &bytes, &stride, 1, torch_codes().u8, deleter);
+  return adopt(weight_alloc(static_cast<size_t>(bytes)), &bytes, &stride, 1, torch_codes().u8,
+               [](void* data, void*) { weight_free(data); });
 }
 
 Tensor Tensor::adopt(void* data, const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
@@ -213,9 +219,7 @@ DType Tensor::copied_dtype() const {
 // autograd graph exactly if it does not.
 bool Tensor::requires_grad() const {
   StableIValue stack[1];
-  AtenTensorHandle input = nullptr;
-  require(aoti_torch_new_tensor_handle(handle_, &input), "share a tensor");
-  stack[0] = torch::stable::detail::from(input);
+  stack[0] = torch::stable::detail::from(share());
   require(torch_call_dispatcher("aten::alias", "", stack, TORCH_ABI_VERSION), "make an alias of a tensor");
   require(torch_call_dispatcher("aten::is_leaf", "", stack, TORCH_ABI_VERSION), "ask a tensor for is_leaf");
   return !torch::stable::detail::to<bool>(stack[0]);

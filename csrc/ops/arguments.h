@@ -53,8 +53,8 @@ class Tensor {
   static Tensor empty_weight(const int64_t* sizes, int64_t dims, DType dtype);
   // The same with dimension 1 last in memory.
   static Tensor empty_channels_last(const int64_t* sizes, int64_t dims, DType dtype);
-  // uint8 [bytes] over memory that `deleter` releases.
-  static Tensor adopt_bytes(void* data, int64_t bytes, void (*deleter)(void* data, void* context));
+  // uint8 [bytes] in memory of weight_alloc, for a packed weight.
+  static Tensor packed_bytes(int64_t bytes);
   Tensor contiguous_copy() const;
   Tensor channels_last_copy() const;
 
@@ -71,6 +71,7 @@ class Tensor {
   const void* data() const;
   void* mutable_data() const;
   AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle share() const;  // another reference
   AtenTensorHandle release();
   std::string shape_text() const;  // "[2, 3]"
 

@@ -127,17 +127,11 @@ class Chain {
     }
   }
 
-  AtenTensorHandle result(int64_t i) const { return shared(results_[index(i)]); }
+  AtenTensorHandle result(int64_t i) const { return results_[index(i)].share(); }
 
  private:
   static size_t index(int64_t i) { return static_cast<size_t>(i); }
   int64_t count() const { return static_cast<int64_t>(links_.size()); }
-
-  static AtenTensorHandle shared(const Tensor& tensor) {
-    AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &handle));
-    return handle;
-  }
 
   // One of the call's tensors, or after them the result of an earlier link.
   Tensor tensor(int64_t place, int64_t link) const {
@@ -145,7 +139,8 @@ class Chain {
       fail(kOp, "links", "expected places of the ", tensors_.size(), " tensors or of results before link ", link,
            ", got ", place);
     }
-    return Tensor(shared(place < tensors_.size() ? tensors_[place] : results_[index(place - tensors_.size())]));
+    const Tensor& found = place < tensors_.size() ? tensors_[place] : results_[index(place - tensors_.size())];
+    return Tensor(found.share());
   }
   Tensor optional_tensor(int64_t place, int64_t link) const { return place == -1 ? Tensor() : tensor(place, link); }
 

@@ -5,7 +5,6 @@
 #include "ops/conv_matrix.h"
 #include "ops/gemm_arguments.h"
 #include "ops/quantization.h"
-#include "runtime/arena.h"
 
 namespace xopt::ops {
 namespace {
@@ -22,10 +21,9 @@ ConvLayout layout_of(const char* op, const Tensor& weight, int64_t groups) {
 
 Tensor packed_bytes(const char* op, const ConvLayout& layout, const Tensor& weight, DType source,
                     const PackedHeader& header, const ConvChannels& channels = {}) {
-  void* bytes = weight_alloc(static_cast<size_t>(header.bytes));
-  Tensor packed = Tensor::adopt_bytes(bytes, header.bytes, [](void* data, void*) { weight_free(data); });
+  Tensor packed = Tensor::packed_bytes(header.bytes);
   const ConvWeightView view = weight_view(layout, weight.data(), source, weight.strides());
-  pack_conv_matrix(op, layout, view, header, bytes, channels);
+  pack_conv_matrix(op, layout, view, header, packed.mutable_data(), channels);
   return packed;
 }
 

@@ -2,7 +2,6 @@
 // [in, out / groups, kernel...], and packed bytes, a matrix for each phase.
 #include "ops/conv_phases.h"
 #include "ops/gemm_arguments.h"
-#include "runtime/arena.h"
 
 namespace xopt::ops {
 namespace {
@@ -32,8 +31,8 @@ void conv_transpose_pack(StableIValue* stack, uint64_t, uint64_t) {
   const ConvPhases phases = conv_phases(kOp, "weight", weight.sizes(), weight.dims(), weight.shape_text(),
                                         arguments.groups, arguments.stride, arguments.dilation);
   const std::vector<int64_t> offsets = phase_offsets(kOp, phases, dtype);
-  auto* bytes = static_cast<uint8_t*>(weight_alloc(static_cast<size_t>(offsets.back())));
-  Tensor packed = Tensor::adopt_bytes(bytes, offsets.back(), [](void* data, void*) { weight_free(data); });
+  Tensor packed = Tensor::packed_bytes(offsets.back());
+  auto* bytes = static_cast<uint8_t*>(packed.mutable_data());
   for (size_t i = 0; i < phases.phases.size(); ++i) {
     const ConvPhase& phase = phases.phases[i];
     pack_conv_matrix(kOp, phase.layout, phase_weight(phases, phase, weight.data(), source, weight.strides()),

@@ -4,7 +4,6 @@
 // shared like any other, and describes itself (csrc/kernels/packed.h).
 #include "ops/gemm_arguments.h"
 #include "ops/quantization.h"
-#include "runtime/arena.h"
 
 namespace xopt::ops {
 namespace {
@@ -24,9 +23,8 @@ Tensor packed_bytes(const char* op, DType dtype, int64_t n, int64_t k, bool gate
   if (!packed_header_init(&call->header, dtype, n, k, gated, call->zero_point != nullptr)) {
     fail(op, "weight", "packed, its shape [", n, ", ", k, "] is more than fits in memory");
   }
-  void* data = weight_alloc(static_cast<size_t>(call->header.bytes));
-  Tensor packed = Tensor::adopt_bytes(data, call->header.bytes, [](void* bytes, void*) { weight_free(bytes); });
-  call->packed = data;
+  Tensor packed = Tensor::packed_bytes(call->header.bytes);
+  call->packed = packed.mutable_data();
   pack_weight(*call);
   return packed;
 }

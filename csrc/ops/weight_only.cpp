@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "ops/gemm_arguments.h"
-#include "runtime/arena.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -68,8 +67,8 @@ void linear_pack_weight_only(StableIValue* stack, uint64_t, uint64_t) {
                                group, arguments.gated, bool{arguments.zero_point})) {
     checked.fail("packed, its shape [", rows, ", ", k, "] is more than fits in memory");
   }
-  call.packed = weight_alloc(static_cast<size_t>(call.header.bytes));
-  Tensor packed = Tensor::adopt_bytes(call.packed, call.header.bytes, [](void* bytes, void*) { weight_free(bytes); });
+  Tensor packed = Tensor::packed_bytes(call.header.bytes);
+  call.packed = packed.mutable_data();
   if (!pack_weight_only(call)) {
     checked.fail("expected values of ", arguments.bits, " bits (-8 to 7 for 4), and zero points from -128 to 127");
   }
