@@ -14,7 +14,7 @@ struct Names {
   PyObject* modules = PyUnicode_InternFromString("_modules");
   PyObject* training = PyUnicode_InternFromString("training");
   PyObject* forward = PyUnicode_InternFromString("forward");
-  PyObject* epoch = PyUnicode_InternFromString("_xopt_epoch");
+  PyObject* epoch = PyUnicode_InternFromString(ModuleGuard::kEpoch);
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks")};
@@ -45,14 +45,13 @@ bool has_epoch(PyObject* attributes, long long expected) {
 
 bool is_empty_dict(PyObject* value) { return value != nullptr && PyDict_Check(value) && PyDict_Size(value) == 0; }
 
-// In evaluation mode, and nobody wants to see, or change, what goes into it and what comes out.
-bool is_plain(PyObject* attributes) {
-  const Names& keys = names();
-  if (find(attributes, keys.training) != Py_False || find(attributes, keys.forward) != nullptr) return false;
-  for (PyObject* hooks : keys.hooks) {
-    if (!is_empty_dict(find(attributes, hooks))) return false;
+// Whether somebody wants to see, or change, what goes into a module with these attributes and what comes out of it.
+bool is_hooked(PyObject* attributes) {
+  if (find(attributes, names().forward) != nullptr) return true;
+  for (PyObject* hooks : names().hooks) {
+    if (!is_empty_dict(find(attributes, hooks))) return true;
   }
-  return true;
+  return false;
 }
 
 bool refers_to(const py::weakref& reference, PyObject* object) {
@@ -105,7 +104,8 @@ py::object ModuleGuard::operator()(const py::object& root) const {
     if (module == nullptr || !refers_to(step.module, module)) return py::none();
     attributes.push_back(attributes_of(module));
     PyObject* own = attributes.back().ptr();
-    if (!is_plain(own) || !has_epoch(own, step.epoch)) return py::none();
+    const bool plain = find(own, names().training) == Py_False && !is_hooked(own);
+    if (!plain || !has_epoch(own, step.epoch)) return py::none();
     modules.append(py::handle(module));
   }
   for (const Container& container : containers_) {
@@ -119,8 +119,12 @@ py::object ModuleGuard::operator()(const py::object& root) const {
 }
 
 void bind_module_guard(const py::module_& m) {
-  py::class_<ModuleGuard>(m, "ModuleGuard")
-      .def(py::init<long long>(), py::arg("root_epoch"))
+  py::class_<ModuleGuard> guard(m, "ModuleGuard");
+  guard.attr("EPOCH") = ModuleGuard::kEpoch;
+  guard.def_static(
+      "is_hooked", [](const py::object& module) { return is_hooked(attributes_of(module.ptr()).ptr()); },
+      py::arg("module"));
+  guard.def(py::init<long long>(), py::arg("root_epoch"))
       .def("add", &ModuleGuard::add, py::arg("parent"), py::arg("name"), py::arg("module"), py::arg("epoch"))
       .def("add_container", &ModuleGuard::add_container, py::arg("place"), py::arg("name"), py::arg("value"))
       .def("add_watched", &ModuleGuard::add_watched, py::arg("holder"), py::arg("name"), py::arg("value"))

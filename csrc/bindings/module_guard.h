@@ -12,6 +12,9 @@ namespace xopt {
 
 class ModuleGuard {
  public:
+  // In a block's __dict__: how often its attributes have been set.
+  static constexpr const char* kEpoch = "_xopt_epoch";
+
   // The root's own number of changes; see `add`.
   explicit ModuleGuard(long long root_epoch) : root_epoch_(root_epoch) {}
 

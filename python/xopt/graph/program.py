@@ -35,16 +35,10 @@ class Program:
 
 def hooked(module: nn.Module) -> bool:
     """Whether somebody wants to see, or change, what goes into this very module and what comes out of it."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    return _C.ModuleGuard.is_hooked(module)
 
 
-EPOCH = "_xopt_epoch"  # in a block's __dict__: how often its attributes have been set
+EPOCH = _C.ModuleGuard.EPOCH  # in a block's __dict__: how often its attributes have been set
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
