@@ -18,6 +18,7 @@ from tests.test_runtime import not_when_sanitized
 from xopt import _C
 from xopt.modules import conv_chain as chains
 from xopt.modules.block import PROGRAMS
+from xopt.ops.conv import ChainLink
 from xopt.ops.fakes import FLOATING
 
 ops: Any = torch.ops.xopt
@@ -30,7 +31,7 @@ class Calls:
 
     def __init__(self, *values: Tensor) -> None:
         self.tensors = list(values)
-        self.links: list[list[Any]] = []
+        self.links: list[ChainLink] = []
         self.parameters: list[float] = []
         self.names: list[str] = []
         self.results: list[Tensor] = []
@@ -50,8 +51,8 @@ class Calls:
         fused |= {name: options.get(name, "none") for name in ("activation", "binary")}
         last = options.get("activation_last", False)
         dtype = options.get("out_dtype", torch.float32)
-        numbers = [groups, int(last), FLOATING.index(dtype), dims, *weight.shape, *geometry["stride"]]
-        self.links.append([*places, other, *numbers, *geometry["padding"], *geometry["dilation"]])
+        places.append(other)
+        self.links.append(ChainLink(places, groups, last, dtype, weight.shape, **geometry))
         self.parameters += [fused["alpha"], fused["beta"]]
         self.names += [fused["activation"], fused["binary"]]
         more = {"scale": scale, "other": None if other is None else self.value(other), "activation_last": last}
@@ -68,8 +69,8 @@ class Calls:
         count = len(self.tensors)
         links: list[int] = []
         for link in self.links:
-            places = [-1 if place is None else place if place >= 0 else count + ~place for place in link[:5]]
-            links += [*places, *link[5:]]
+            places = [-1 if place is None else place if place >= 0 else count + ~place for place in link.places]
+            links += link._replace(places=places).numbers()
         return self.tensors, links, self.parameters, " ".join(self.names), list(wanted)
 
 

@@ -55,9 +55,10 @@ class PackedConv(Replacement, PackedState, _ConvNd):
             symbol: Any = input
             return recorder_of(symbol).call_module(self, conv, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
         bias = self._parameters["bias"]
-        if not has_packed_weight(self) or is_for_torch(input, bias):
+        weight = packed_weight(self)
+        if weight is None or is_for_torch(input, bias):
             return self.plain_forward(input)
-        return run(self, input, bias, **told({}, input, None))
+        return run(self, weight, input, bias, **told({}, input, None))
 
     def plain_forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = plain_parameters(self, input)
@@ -110,9 +111,11 @@ def _derived(module: nn.Module) -> type:
     return derive(PackedConv, type(module))
 
 
-def has_packed_weight(module: nn.Module) -> bool:
+def packed_weight(module: nn.Module) -> PackedParameter | None:
+    """The weight that the operator takes; None: it is not packed, or not for that operator."""
     weight = weight_of(module)
-    return type(weight) is PackedParameter and weight.place.groups is not None and weight.place.taps is None
+    is_packed = type(weight) is PackedParameter and weight.place.groups is not None and weight.place.taps is None
+    return weight if is_packed else None
 
 
 def computes_channels_last(module: nn.Module) -> bool:
@@ -126,15 +129,19 @@ def keeps_channels_last(module: nn.Module, input: torch.Tensor) -> bool:
 
 
 def run(
-    module: Any, input: torch.Tensor, bias: torch.Tensor | None, pad: Sequence[int] = (), **options: Any
+    module: Any,
+    weight: PackedParameter,
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    pad: Sequence[int] = (),
+    **options: Any,
 ) -> torch.Tensor:
     """The operator with a module's packed weight and geometry. `pad`: zeros around the input, as `conv` has them."""
-    weight: PackedParameter = weight_of(module)
     if input.dim() == weight.dim() - 1:  # a single image
         other = options.pop("other", None)
         if other is not None:
             options["other"] = other.unsqueeze(0)
-        return run(module, input.unsqueeze(0), bias, pad, **options).squeeze(0)
+        return run(module, weight, input.unsqueeze(0), bias, pad, **options).squeeze(0)
     keeps = keeps_channels_last(module, input)
     padding = _padding(module, pad)
     if module.padding_mode != "zeros":
@@ -214,10 +221,9 @@ def conv(
     bias: torch.Tensor | None = module._parameters["bias"]
     if pad and (module.padding_mode != "zeros" or min(pad) < 0):
         input, pad = functional.pad(input, pad), ()
-    if not has_packed_weight(module) or (
-        other is not None and other.shape != output_shape_of(module, input.shape, pad)
-    ):
+    weight = packed_weight(module)
+    if weight is None or (other is not None and other.shape != output_shape_of(module, input.shape, pad)):
         input = functional.pad(input, pad) if pad else input
         return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
-    return run(module, input, bias, pad, **told(after, input, out_dtype, scale=scale, other=other))
+    return run(module, weight, input, bias, pad, **told(after, input, out_dtype, scale=scale, other=other))

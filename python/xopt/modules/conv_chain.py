@@ -15,22 +15,23 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE, expect
-from xopt.modules.computed_weight import weight_of
 from xopt.modules.conv import (
     PackedConv,
     amounts_of,
     computes_channels_last,
     conv,
-    has_packed_weight,
     output_shape_of,
+    packed_weight,
 )
 from xopt.modules.folded_norm import folded
+from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.pattern import is_call, remove_unused
+from xopt.ops.conv import ChainLink
 from xopt.ops.fakes import FLOATING
 
 Tensor = torch.Tensor
 Norm = tuple[Tensor | None, ...] | None
-Operands = tuple[Tensor, Tensor | None, Tensor | None]  # packed weight, bias and scale
+Operands = tuple[PackedParameter, Tensor | None, Tensor | None]  # weight, bias and scale
 
 _conv_chain = torch.ops.xopt.conv_chain.default
 _MOST_SHAPES = 64  # that a chain remembers to fit
@@ -99,10 +100,16 @@ class Chain:
         parameters: list[float] = []
         names: list[str] = []
         for i, (link, module) in enumerate(zip(self.links, modules, strict=True)):
-            links += [place(link.input), *places[3 * i : 3 * i + 3], place(link.other), module.groups]
-            links += [int(link.after.get("activation_last", False)), FLOATING.index(link.after["out_dtype"])]
-            padding = amounts_of(module.padding, module.kernel_size, module.dilation, link.pad)
-            links += [len(module.kernel_size), *weight_of(module).shape, *module.stride, *padding, *module.dilation]
+            links += ChainLink(
+                places=[place(link.input), *places[3 * i : 3 * i + 3], place(link.other)],
+                groups=module.groups,
+                activation_last=link.after.get("activation_last", False),
+                out_dtype=link.after["out_dtype"],
+                weight_size=operands[i][0].shape,
+                stride=module.stride,
+                padding=amounts_of(module.padding, module.kernel_size, module.dilation, link.pad),
+                dilation=module.dilation,
+            ).numbers()
             parameters += [link.after.get("alpha", 0.0), link.after.get("beta", 0.0)]
             names += [link.after.get("activation", "none"), link.after.get("binary", "none")]
         return Prepared(links, parameters, " ".join(names))
@@ -143,16 +150,21 @@ def conv_chain(
 ) -> Sequence[Tensor]:
     """The step of a program: the results of the chain that are wanted. `values`: what its convolutions read, inputs and
     what is added; `norms`: for each what a BatchNorm folded into it has, or None."""
-    if not all(map(has_packed_weight, modules)) or is_watched():
+    if is_watched():
         return _one_by_one(chain, modules, values, norms)
     operands: list[Operands] = []
     for module, norm, link in zip(modules, norms, chain.links, strict=True):
+        weight = packed_weight(module)
+        if weight is None:
+            return _one_by_one(chain, modules, values, norms)
         scale, bias = folded(module, module._parameters["bias"], norm, link.eps)
-        operands.append((weight_of(module).place.packed, bias, scale))
+        operands.append((weight, bias, scale))
     prepared = chain.prepared(modules, values, operands)
     if prepared is None:
         return _one_by_one(chain, modules, values, norms)
-    tensors = [*values, *(each for own in operands for each in own if each is not None)]
+    tensors = [*values]
+    for own, bias, scale in operands:
+        tensors += [each for each in (own.place.packed, bias, scale) if each is not None]
     return _conv_chain(tensors, *prepared, chain.wanted)  # type: ignore[no-any-return]
 
 

@@ -88,13 +88,15 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 
     @classmethod
     def why_not(cls, module: nn.Linear, context: Context) -> str | None:
-        problem = None if says_the_same(module) else forward_problem(module, nn.Linear)
+        problem = forward_problem(module, nn.Linear)
+        if problem is not None and says_the_same(module):
+            problem = None
         return problem or product_problem(module)
 
     @classmethod
     def replace(cls, module: nn.Linear, context: Context) -> str:
-        below = own_forward(module, nn.Linear) and not says_the_same(module)
-        return cls.pack(module, context, below=below)
+        leads_here = own_forward(module, nn.Linear) and forward_problem(module, nn.Linear) is None
+        return cls.pack(module, context, below=leads_here and not says_the_same(module))
 
 
 def _product(

@@ -17,7 +17,7 @@ from torch.fx import Graph
 from xopt.graph.record import EXAMPLE
 from xopt.modules.base import result_dtype
 from xopt.modules.computed_weight import weight_of
-from xopt.modules.conv import PackedConv, conv, has_packed_weight
+from xopt.modules.conv import PackedConv, conv, packed_weight
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.pattern import Pattern, calls, is_call, only_user, replace, step
@@ -68,7 +68,8 @@ def _fits(module: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
     ones = (1,) * len(module.kernel_size)
     alike = module.stride == module.padding == module.dilation == ones and module.kernel_size == (3,) * len(ones)
     plain = module.groups == 1 and module.padding_mode == "zeros"
-    return alike and plain and has_packed_weight(module) and weight_of(module).dtype in dtypes
+    weight = packed_weight(module)
+    return alike and plain and weight is not None and weight.dtype in dtypes
 
 
 class _Sums:
@@ -121,8 +122,8 @@ def upsampled_conv(
     shape = (*input.shape[:1], module.out_channels, *(2 * size for size in input.shape[2:]))
     fits = dims == len(module.kernel_size) and input.stride(1) == 1 and (other is None or other.shape == shape)
     # Nobody counts the changes of an inference tensor.
-    weight = weight_of(module)
-    packed = has_packed_weight(module) and not weight.place.packed.is_inference()
+    weight = packed_weight(module)
+    packed = weight is not None and not weight.place.packed.is_inference()
     if not fits or not packed or is_for_torch(input, bias):
         image = interpolate(input, scale_factor=2.0)
         return conv(module, image, norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
-from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+from xopt.ops.fakes import FLOATING, Size, Tensor, ceil_div, check, fake_of
 from xopt.ops.linear import check_packed, fitting_itemsizes, packed_bytes
 
 _PANEL = 32
@@ -31,12 +31,12 @@ def matrix_of(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[S
     if group_in == 1 and out == groups:
         return out, positions
     group_out = out // groups
-    columns = (group_out + _PANEL - 1) // _PANEL * _PANEL
+    columns = ceil_div(group_out, _PANEL) * _PANEL
     merged = max(
         count for count in range(1, groups + 1) if groups % count == 0 and (count == 1 or count * group_out <= columns)
     )
     product_columns = merged * group_out
-    padded = (product_columns + _PANEL - 1) // _PANEL * _PANEL
+    padded = ceil_div(product_columns, _PANEL) * _PANEL
     return (groups // merged - 1) * padded + product_columns, positions * merged * group_in
 
 
@@ -134,25 +134,35 @@ def _conv(
     return image_output("conv", input, packed, weight_size, stride, padding, dilation, groups, out_dtype or input.dtype)
 
 
-class Link(NamedTuple):
-    """What the numbers of a chain say of one of its convolutions: csrc/ops/conv_chain.cpp."""
+class ChainLink(NamedTuple):
+    """One of a chain's convolutions, and the numbers that tell the operator of it: csrc/ops/conv_chain.cpp."""
 
-    places: list[int]
-    """Of input, packed weight, bias, scale and what is added among the tensors and the results; -1: none."""
+    places: Sequence[int]
+    """Of input, packed weight, bias, scale and what is added, among the tensors and then the results; -1: none."""
+    groups: int
     activation_last: bool
     out_dtype: torch.dtype
-    weight_size: list[int]
-    geometry: dict[str, Any]
+    weight_size: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+
+    def numbers(self) -> list[int]:
+        options = [self.groups, int(self.activation_last), FLOATING.index(self.out_dtype), len(self.stride)]
+        return [*self.places, *options, *self.weight_size, *self.stride, *self.padding, *self.dilation]
+
+    def geometry(self) -> dict[str, Any]:
+        names = ("stride", "padding", "dilation", "groups")
+        return {name: getattr(self, name) for name in names}
 
 
-def links_of(numbers: Sequence[int]) -> Iterator[Link]:
+def links_of(numbers: Sequence[int]) -> Iterator[ChainLink]:
     rest = list(numbers)
     while rest:
         (*places, groups, last, dtype, dims), rest = rest[:9], rest[9:]
         (size, stride), rest = (rest[: dims + 2], rest[dims + 2 : 2 * dims + 2]), rest[2 * dims + 2 :]
         padding, dilation, rest = rest[: 2 * dims], rest[2 * dims : 3 * dims], rest[3 * dims :]
-        geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        yield Link(places, bool(last), FLOATING[dtype], size, geometry)
+        yield ChainLink(places, groups, bool(last), FLOATING[dtype], size, stride, padding, dilation)
 
 
 @fake_of("conv_chain")
@@ -163,7 +173,7 @@ def _conv_chain(
     for link in links_of(links):
         operands: list[Any] = [None if place == -1 else values[place] for place in link.places]
         input, packed, bias, scale, other = operands
-        options: dict[str, Any] = {**link.geometry, "scale": scale, "other": other, "out_dtype": link.out_dtype}
+        options: dict[str, Any] = {**link.geometry(), "scale": scale, "other": other, "out_dtype": link.out_dtype}
         values.append(_conv(input, packed, link.weight_size, bias, **options))
     return [values[len(tensors) + result] for result in wanted]
 
@@ -175,8 +185,8 @@ def _conv_chain_work(
     shapes, flop, sizes = list(tensors), 0, []
     for link in links_of(links):
         input, packed = shapes[link.places[0]], shapes[link.places[1]]
-        work = conv_work(input, packed, link.weight_size, **link.geometry)
-        spatial = output_sizes(input[2:], link.weight_size[2:], *list(link.geometry.values())[:3])
+        work = conv_work(input, packed, link.weight_size, **link.geometry())
+        spatial = output_sizes(input[2:], link.weight_size[2:], link.stride, link.padding, link.dilation)
         shapes.append([input[0], link.weight_size[0], *(int(size) for size in spatial)])
         flop += work.flop
         sizes.append(work.size)
