@@ -125,7 +125,7 @@ const void* Stream::keep(const void* data, size_t bytes) {
     throw std::runtime_error("xopt.sycl: there are no " + std::to_string(bytes) + " bytes of memory left that " +
                              facts_.name + " can read");
   }
-  kept_.push_back(copy);
+  held_.emplace_back([this, copy] { sycl::free(copy, context_); });
   return std::memcpy(copy, data, bytes);
 }
 
@@ -133,8 +133,6 @@ void Stream::synchronize() {
   require_usable();
   ++synchronizations_;
   queue_.wait();
-  for (void* copy : kept_) sycl::free(copy, context_);
-  kept_.clear();
   for (auto& [event, held] : in_use_) drop(&held);
   in_use_.clear();
   drop(&held_);
@@ -151,8 +149,8 @@ void Stream::drop_what_is_done() {
   }
 }
 
-void Stream::drop(std::vector<Held>* held) {
-  for (const Held& each : *held) each.drop(each.object);
+void Stream::drop(Drops* held) {
+  for (const auto& drop_one : *held) drop_one();
   held->clear();
 }
 

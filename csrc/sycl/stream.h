@@ -5,6 +5,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -67,7 +68,9 @@ class Stream final : public Offload {
 
   KernelRecord* find(const char* name, const char* dtype) override;
   bool is_asynchronous() const override { return !waits_; }
-  void hold(void* object, void (*drop)(void*)) override { held_.push_back({object, drop}); }
+  void hold(void* object, void (*drop)(void*)) override {
+    held_.emplace_back([=] { drop(object); });
+  }
   void wait() override { synchronize(); }
 
   const Tiling& tiling(DType dtype);
@@ -97,7 +100,7 @@ class Stream final : public Offload {
 
   // Memory for what one kernel of an operator hands to its next. The next call's may be the same.
   void* scratch(int64_t bytes);
-  // A copy of what an operator has on its own stack and a kernel reads, until all kernels so far have run.
+  // A copy of what an operator has on its own stack and a kernel reads, until that has run.
   const void* keep(const void* data, size_t bytes);
   // At the end of an operator.
   void finish() {
@@ -124,20 +127,17 @@ class Stream final : public Offload {
   int lanes_;
   void* scratch_ = nullptr;
   int64_t scratch_bytes_ = 0;
-  std::vector<void*> kept_;
   int64_t synchronizations_ = 0;
 
-  struct Held {
-    void* object;
-    void (*drop)(void*);
-  };
-  // What operators have used since the last one ended, and what those before had, with the last kernel that may use it.
-  std::vector<Held> held_;
-  std::deque<std::pair<sycl::event, std::vector<Held>>> in_use_;
+  // How to drop what operators have used since the last one ended, and what those before had, with the last kernel that
+  // may use it.
+  using Drops = std::vector<std::function<void()>>;
+  Drops held_;
+  std::deque<std::pair<sycl::event, Drops>> in_use_;
   sycl::event last_;
 
   void drop_what_is_done();
-  static void drop(std::vector<Held>* held);
+  static void drop(Drops* held);
 };
 
 // The kernels that streams have; a source registers its own.
