@@ -83,7 +83,7 @@ def test_depthwise_convolutions_are_right_by_each_candidate(dtype: str) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", ["u8", "s8"])
 def test_depthwise_int8_convolutions_are_right_by_each_candidate(dtype: str) -> None:
-    zeros = {"input_zero_point": "all", "weight_zero_point": "rows"}
+    zeros: Any = {"input_zero_point": "all", "weight_zero_point": "rows"}
     made = [QConvCase(**fields, **zeros, input=dtype, input_values="normal") for fields in DEPTHWISE.values()]
     check_all("qconv", made, "conv_depthwise", f"{dtype}s8")
 

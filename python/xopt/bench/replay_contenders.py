@@ -10,9 +10,11 @@ import torch
 
 from xopt.bench.errors import UnavailableError
 from xopt.bench.peers import find_op, require_onednn
-from xopt.bench.replay_contender import RECORDED, Contender, blockings_of, levels_of, ours_at_levels
+from xopt.bench.replay_contender import ONEDNN_ACTIVATIONS, RECORDED, Contender, blockings_of, levels_of, ours_at_levels
+from xopt.bench.replay_int8 import int8_contenders
 from xopt.bench.replay_operands import Named, dtype_of, operands_of
 from xopt.bench.replay_recurrent import recurrent_contenders
+from xopt.bench.replay_torch import torch_contenders
 from xopt.bench.replay_transposed import is_transposed, transposed_contenders
 
 Tensor = torch.Tensor
@@ -31,7 +33,10 @@ def contenders_of(kernel: dict[str, Any], all_instances: bool) -> list[Contender
     if kernel["operator"].startswith("xopt::") and all_instances:
         found += [Contender(f"xopt, {level}", make, call, level) for level in levels_of(kernel)]
         found += [Contender(f"xopt, {name}", make, call, choice=choice) for name, choice in blockings_of(kernel)]
-    makers = (_product_contenders, _conv_contenders, _attention_contenders, transposed_contenders, recurrent_contenders)
+    makers = (
+        *(_product_contenders, _conv_contenders, _attention_contenders, transposed_contenders, recurrent_contenders),
+        *(int8_contenders, torch_contenders),
+    )
     for make_others in makers:
         found += make_others(kernel, make, all_instances)
     return found
@@ -49,18 +54,6 @@ class _Product:
     activation: str = "none"
     other: Tensor | None = None
     """That is added."""
-
-
-# oneDNN's names for activations in torch: the name, and the kind.
-_ONEDNN_ACTIVATIONS = {
-    "none": ("none", ""),
-    "relu": ("relu", ""),
-    "gelu_erf": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-    "silu": ("swish", ""),
-    "sigmoid": ("sigmoid", ""),
-    "tanh": ("tanh", ""),
-}
 
 
 def _xopt_product(named: Named, dtype: torch.dtype) -> _Product:
@@ -118,12 +111,12 @@ def _product_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_i
 
 def _onednn_product(product: _Product, dtype: str) -> tuple[Any, ...]:
     require_onednn(dtype)
-    if product.activation not in _ONEDNN_ACTIVATIONS:
+    if product.activation not in ONEDNN_ACTIVATIONS:
         raise UnavailableError(f"oneDNN has no {product.activation} after a product in torch")
     rows = product.input.numel() // product.input.shape[-1]
     packed = find_op("mkldnn._reorder_linear_weight.default")(product.weight, rows)
     bias = None if product.bias is None else product.bias.to(product.weight.dtype)
-    attribute, kind = _ONEDNN_ACTIVATIONS[product.activation]
+    attribute, kind = ONEDNN_ACTIVATIONS[product.activation]
     return product.input, packed, bias, product.other, attribute, kind
 
 
