@@ -181,3 +181,14 @@ def test_a_weight_of_a_few_bits_has_the_recorded_size_and_its_level_is_that_of_t
         kernel = recorded(taken, "xopt::linear_weight_only")
         assert list(operands_of(kernel)["packed"].shape) == kernel["arguments"]["packed"]["shape"]
         assert kernel_level(kernel) == xopt._C.find_kernel("gemm", "f32")
+
+
+def test_a_band_of_keys_is_a_mask_for_torch() -> None:
+    def banded() -> Any:
+        heads = torch.randn(1, 2, 40, 16)
+        mask = torch.randn(1, 1, 1, 40)
+        return ops.attention(heads[:, :, :30], heads, heads, mask, causal=True, causal_offset=10, window=7)
+
+    taken = xopt.profile(banded, steps=1, warmup=1, roofs=False)
+    result = replay.replay(recorded(taken, "xopt::attention"), all_instances=False, seconds=0.0)
+    assert {RECORDED, "torch"} == set(result.cold), result.failures

@@ -67,6 +67,17 @@ def _xopt_product(named: Named, dtype: torch.dtype) -> _Product:
     return _Product(values.to(dtype), weight, named.get("bias"), activation if binary == "none" else "none", other)
 
 
+def _xopt_gated(named: Named, dtype: torch.dtype) -> _Product:
+    values, columns = named["input"], int(named["out_features"])
+    pair = find_op("xopt.linear_unpack_gated.default")(named["packed"], columns, values.shape[-1], dtype)
+    return _Product(values.to(dtype), torch.cat(pair), None)
+
+
+def _xopt_weight_only(named: Named, dtype: torch.dtype) -> _Product:
+    values, columns = named["input"], int(named["out_features"])
+    return _Product(values, torch.randn(columns, values.shape[-1]).to(dtype), None)
+
+
 def _addmm(named: Named, dtype: torch.dtype) -> _Product:
     return _Product(named["mat1"], named["mat2"].t().contiguous(), named["self"])
 
@@ -82,10 +93,20 @@ def _linear(named: Named, dtype: torch.dtype) -> _Product:
 _PRODUCTS: dict[str, Callable[[Named, torch.dtype], _Product]] = {
     "xopt::linear": _xopt_product,
     "xopt::linear_norm": _xopt_product,
+    "xopt::linear_gated": _xopt_gated,
+    "xopt::linear_weight_only": _xopt_weight_only,
     "aten::addmm": _addmm,
     "aten::mm": _mm,
     "aten::linear": _linear,
 }
+
+
+_LESS_THAN_RECORDED = {
+    "xopt::linear_norm": "the product alone",
+    "xopt::linear_gated": "the products alone",
+    "xopt::linear_weight_only": "the weight in full",
+}
+"""What oneDNN does in torch of these."""
 
 
 def _product_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_instances: bool) -> list[Contender]:
@@ -100,8 +121,8 @@ def _product_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_i
             bias = bias[0].contiguous()
         return _Product(found.input, found.weight, bias, found.activation, found.other)
 
-    complete = kernel["operator"] != "xopt::linear_norm"
-    name = "oneDNN" if complete else "oneDNN, the product alone"
+    less = _LESS_THAN_RECORDED.get(kernel["operator"])
+    complete, name = less is None, "oneDNN" if less is None else f"oneDNN, {less}"
     found = [Contender(name, lambda: _onednn_product(product(), kernel["dtype"]), _run_onednn_product, None, complete)]
     if not kernel["operator"].startswith("xopt::"):
         for name, level in ours_at_levels("xopt", "gemm", kernel["dtype"], all_instances):
@@ -221,10 +242,10 @@ def _run_our_conv(operands: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
 def _attention_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_instances: bool) -> list[Contender]:
     def operands() -> tuple[Any, ...]:
         named = make()
-        if named.get("window") or named.get("causal_offset"):
-            raise UnavailableError("torch has no such mask")
         causal = bool(named.get("causal") or named.get("is_causal"))
         mask = named.get("mask", named.get("attn_mask"))
+        if named.get("window") or named.get("causal_offset"):
+            mask, causal = _banded(named, causal, mask), False
         return named["query"], named["key"], named["value"], mask, causal, named.get("scale")
 
     if kernel["operator"] == "xopt::attention":
@@ -233,6 +254,20 @@ def _attention_contenders(kernel: dict[str, Any], make: Callable[[], Named], all
         return []
     names = ours_at_levels("xopt", "attention", kernel["dtype"], all_instances)
     return [Contender(name, operands, _run_our_attention, level) for name, level in names]
+
+
+def _banded(named: Named, causal: bool, mask: Tensor | None) -> Tensor | None:
+    """Causality from another row on and windows, as torch takes them: a mask, if they hide anything."""
+    queries, keys = named["query"].shape[2], named["key"].shape[2]
+    distance = torch.arange(keys) - torch.arange(queries)[:, None] - named.get("causal_offset", 0)
+    seen = (distance <= 0) if causal else torch.ones(queries, keys, dtype=torch.bool)
+    if named.get("window"):
+        seen &= distance > -named["window"]
+    if bool(seen.all()):
+        return mask
+    if mask is None or mask.dtype == torch.bool:
+        return seen if mask is None else mask & seen
+    return mask.masked_fill(~seen, -torch.inf)
 
 
 def _run_torch_attention(operands: tuple[Any, ...]) -> Tensor:
