@@ -1,4 +1,4 @@
-"""`tune`: an optimized model's products, convolutions and attention, each by the instance that is the fastest for its shape."""
+"""`tune`: an optimized model's products, convolutions and attention, each by the instance that is fastest for its shape."""
 
 from __future__ import annotations
 

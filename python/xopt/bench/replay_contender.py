@@ -40,7 +40,7 @@ class Contender:
     same_result: bool = True
     """Whether it computes all that was recorded, and not only its main work."""
     choice: tuple[int, ...] | None = None
-    """What of a product or convolution is chosen otherwise than by heuristics; None: nothing."""
+    """What of the kernel is chosen otherwise than by heuristics; None: nothing."""
 
 
 def levels_of(kernel: dict[str, Any]) -> list[str]:
