@@ -1,4 +1,4 @@
-"""`tune`: an optimized model's products, convolutions and attention, each by the instance that is fastest for its shape."""
+"""`tune`: products, convolutions and attention of a model by the instances that are fastest for their shapes."""
 
 from __future__ import annotations
 
