@@ -308,9 +308,12 @@ def test_importing_xopt_does_not_import_the_profiler() -> None:
 # ---- The command -----------------------------------------------------------------------------------------------------
 
 _SCRIPT = """
-import sys, torch
+import sys, threading, torch
 print("arguments", sys.argv[1:], __name__)
 torch.ones(128, 128) @ torch.ones(128, 128)
+if "threads" in sys.argv:
+    threads = [threading.Thread(target=lambda: torch.ones(96, 96) @ torch.ones(96, 96)) for _ in range(3)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
 if "fail" in sys.argv:
     raise RuntimeError("half-way")
 sys.exit(3 if "exit" in sys.argv else 0)
@@ -334,6 +337,16 @@ def test_a_script_that_raises_half_way_keeps_the_profile_so_far(tmp_path: pathli
     assert "RuntimeError: half-way" in done.stderr
     assert taken.error == "RuntimeError: half-way"
     assert any(kernel.flop == 2 * 128**3 for kernel in taken.kernels)
+
+
+def test_threads_that_a_script_starts_are_seen_and_times_still_add_up(tmp_path: pathlib.Path) -> None:
+    taken, done = run_script(tmp_path, "threads")
+    assert done.returncode == 0, done.stderr
+    assert sum(kernel.calls for kernel in taken.kernels if kernel.flop == 2 * 96**3) == 3
+    products = [row for row in taken.timeline if row[5] == "gemm"]
+    assert len({row[3] for row in products}) > 1
+    total = sum(category.seconds for category in taken.categories.values())
+    assert total == pytest.approx(taken.wall_seconds, rel=0.02)
 
 
 def run_script(folder: pathlib.Path, argument: str) -> tuple[Profile, Any]:
