@@ -32,7 +32,13 @@ DEPTHWISE: dict[str, Any] = {
     "wide lines": {"size": "2x67", "groups": 3, "kernel": "1x5", "padding": "0x0x2x2", "dilation": "1x2"},
     "many channels": {"images": 2, "size": "4x5", "groups": 290, "kernel": "3x3", "padding": "1x1x1x1"},
 }
-FLOATS = ("f32", "bf16", "f16")
+
+
+def sanitized(dtype: str) -> Any:
+    return pytest.param(dtype, marks=pytest.mark.sanitize)
+
+
+FLOATS = (sanitized("f32"), sanitized("bf16"), "f16")
 
 
 @pytest.fixture(autouse=True)
@@ -67,21 +73,18 @@ def check_all(family: str, made: Sequence[Any], kernel: str, dtype: str) -> None
                         raise AssertionError(f"{text}, at level {level}: {failure}") from failure
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_attention_is_right_by_each_candidate(dtype: str) -> None:
     check_all("attention", [with_fields(case, dtype=dtype) for case in ATTENTION], "attention", dtype)
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_depthwise_convolutions_are_right_by_each_candidate(dtype: str) -> None:
     made = [ConvCase(**fields, packed=dtype, input=dtype, weight=dtype, bias="f32") for fields in DEPTHWISE.values()]
     check_all("conv", made, "conv_depthwise", "f32")
 
 
-@pytest.mark.sanitize
-@pytest.mark.parametrize("dtype", ["u8", "s8"])
+@pytest.mark.parametrize("dtype", [sanitized("u8"), "s8"])
 def test_depthwise_int8_convolutions_are_right_by_each_candidate(dtype: str) -> None:
     zeros: Any = {"input_zero_point": "all", "weight_zero_point": "rows"}
     made = [QConvCase(**fields, **zeros, input=dtype, input_values="normal") for fields in DEPTHWISE.values()]
