@@ -28,7 +28,17 @@ from xopt.tuning.store import Store
 from xopt.tuning.tuned import DEFAULT, Tuned
 
 CASES = 60
-TUNABLE = ("linear", "linear_gated", "linear_norm", "qlinear", "conv", "qconv", "conv_transpose", "attention")
+TUNABLE = (
+    "linear",
+    "linear_gated",
+    "linear_norm",
+    "qlinear",
+    "conv",
+    "qconv",
+    "conv_transpose",
+    "attention",
+    "weight_only",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
-"""What autotuning may choose for attention and depthwise convolutions: every candidate, at every level, is as right as
-the heuristics' own choice, and bitwise the same for any number of threads."""
+"""What autotuning may choose for attention, depthwise convolutions and products with weights of a few bits: every
+candidate, at every level, is as right as the heuristics' own choice, and the same bits for any number of threads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests import families
 from tests.test_attention import AttentionCase, call, inputs, mask_of
 from tests.test_conv import ConvCase
 from tests.test_qconv import QConvCase
+from tests.test_weight_only import WeightOnlyCase
 from xopt import _C, tuning
 
 THREADS = 3
@@ -160,6 +161,39 @@ def test_tune_finds_them_and_report_and_profile_name_the_instance() -> None:
     names = [kernel.name for kernel in taken.kernels]
     assert any(f"attention[f32,{level['attention']}, 64 keys]" in name for name in names), names
     assert any(f"[f32,{level['conv_depthwise']}, 1 panels, rows/2]" in name for name in names), names
+
+
+@pytest.mark.parametrize("dtype", [sanitized("f32"), "bf16"])
+def test_weight_only_products_are_right_by_each_candidate(dtype: str) -> None:
+    made = [
+        WeightOnlyCase(lead="37", n=335, k=100, bits=4, group=32, zero_point=True, bias="f32", input=dtype),
+        WeightOnlyCase(lead="1", n=70, k=65, gated=True, activation="silu", input=dtype),
+    ]
+    check_all("weight_only", made, "gemm_weight_only", dtype)
+
+
+def test_weight_only_products_are_tuned_and_named_by_the_level_that_multiplies() -> None:
+    codes = torch.randint(-7, 8, (48, 64), dtype=torch.int8)
+    packed = torch.ops.xopt.linear_pack_weight_only(codes, torch.rand(48, 2), bits=4, group_size=32)
+    rows = torch.randn(5, 64)
+    expected = torch.ops.xopt.linear_weight_only(rows, packed, 48)
+    with tuning.ModelTuning("max"):
+        torch.ops.xopt.linear_weight_only(rows, packed, 48)
+    (found,) = tuning.known()
+    assert (found.kernel, found.size) == ("gemm_weight_only", "5x48x64")
+    candidates = _C.tuning_candidates("gemm_weight_only", "f32", THREADS)
+    assert candidates == _C.tuning_candidates("gemm", "f32", THREADS)
+    for text, choice in candidates:
+        _C.reset_kernel_calls()
+        with tuning.forced(choice):
+            torch.testing.assert_close(torch.ops.xopt.linear_weight_only(rows, packed, 48), expected)
+        assert families.kernel_calls()[f"gemm f32 {text.partition(',')[0]}"] == 1, text
+    key = found.kernel, found.dtype, found.level, found.threads, list(found.sizes)
+    _C.add_tuned(*key, [-1, 2, 0, 0, 0, 0], 1.0, 2.0)
+    with tuning.ModelTuning("use"):
+        taken = xopt.profile(torch.ops.xopt.linear_weight_only, rows, packed, 48, steps=1, warmup=1, roofs=False)
+    instance = f"{_C.find_kernel('gemm', 'f32')}, 2 panels"
+    assert f"linear_weight_only[f32,{instance}] 5x48x64" in [kernel.name for kernel in taken.kernels]
 
 
 def test_decoding_is_tuned_once_for_many_lengths_of_the_cache() -> None:

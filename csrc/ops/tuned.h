@@ -7,6 +7,7 @@
 #include "kernels/attention.h"
 #include "kernels/conv.h"
 #include "kernels/gemm.h"
+#include "kernels/weight_only.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
 #include "runtime/tuner.h"
@@ -44,6 +45,12 @@ inline std::vector<int64_t> tuned_sizes(const ConvCall& call) {
       sizes.push_back(size);
     }
   }
+  return sizes;
+}
+
+inline std::vector<int64_t> tuned_sizes(const WeightOnlyCall& call) {
+  std::vector<int64_t> sizes = tuned_sizes(call.gemm);
+  sizes.insert(sizes.end(), {call.codes.bits, call.codes.group});
   return sizes;
 }
 
@@ -89,6 +96,12 @@ void run_as_chosen(Kernel<Fn>& kernel, Call call, const Tuning& choice) {
   if (choice.level < 0) return kernel(call);
   const Isa limit = static_cast<Isa>(choice.level);
   kernel.run_up_to(limit < active_isa() ? limit : active_isa(), call);
+}
+
+// The level is chosen within, where the panels are multiplied.
+inline void run_as_chosen(Kernel<WeightOnlyFn>& kernel, WeightOnlyCall call, const Tuning& choice) {
+  call.gemm.tuning = choice;
+  kernel(call);
 }
 
 template <class Fn, class Call>

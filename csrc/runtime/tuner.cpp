@@ -263,6 +263,11 @@ Tuning choose_tuning(const TuningKey& key, const TuningTrial& trial) {
 
 namespace {
 
+// Whose records there are to choose from: products with weights of a few bits hand their panels over to the GEMM.
+const char* multiplying_kernel(const TuningKey& key) {
+  return key.kernel == "gemm_weight_only" ? "gemm" : key.kernel.c_str();
+}
+
 // What there is to choose beside levels.
 std::vector<Tuning> blockings_of(const TuningKey& key, Isa usual) {
   std::vector<Tuning> found;
@@ -291,7 +296,7 @@ std::vector<Tuning> blockings_of(const TuningKey& key, Isa usual) {
 }  // namespace
 
 std::vector<Tuning> tuning_candidates(const TuningKey& key) {
-  const char *kernel = key.kernel.c_str(), *dtype = key.dtype.c_str();
+  const char *kernel = multiplying_kernel(key), *dtype = key.dtype.c_str();
   std::vector<Tuning> found;
   std::vector<int> levels;
   for (const KernelRecord* record = first_kernel(); record != nullptr; record = record->next) {
@@ -313,7 +318,7 @@ std::vector<Tuning> tuning_candidates(const TuningKey& key) {
 
 Isa level_of_choice(const TuningKey& key, const Tuning& choice) {
   const Isa limit = choice.level < 0 ? key.level : static_cast<Isa>(choice.level);
-  return find_kernel(key.kernel.c_str(), key.dtype.c_str(), std::min(limit, active_isa()))->isa;
+  return find_kernel(multiplying_kernel(key), key.dtype.c_str(), std::min(limit, active_isa()))->isa;
 }
 
 std::string instance_text(const TuningKey& key, const Tuning& choice) {

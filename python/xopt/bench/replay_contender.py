@@ -14,7 +14,7 @@ from xopt.bench.peers import find_op
 
 RECORDED = "what ran"
 _TUNABLE = ("gemm", "conv", "conv_depthwise", "attention")
-_NOT_TUNED = ("xopt::recurrent", "xopt::linear_weight_only")
+_NOT_TUNED = ("xopt::recurrent",)
 """Operators that call these kernels in pieces of their own choice."""
 
 ONEDNN_ACTIVATIONS = {
