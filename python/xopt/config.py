@@ -21,7 +21,7 @@ class Environment:
     kept_output_mb: int = 256
     """XOPT_KEPT_OUTPUT_MB: how much memory of freed outputs is held for the next ones; 0: none."""
     autotune: str = "off"
-    """XOPT_AUTOTUNE=max: all products and convolutions of the process are tuned (`Config.autotune`)."""
+    """XOPT_AUTOTUNE=max: all products, convolutions and attention of the process are tuned (`Config.autotune`)."""
 
     def __post_init__(self) -> None:
         if self.max_isa is not None and self.max_isa not in _C.isa_levels():
@@ -101,9 +101,9 @@ class Config:
     """An optimized model of another dtype than its source computes under autocast by itself, so that the optimized
     dtype flows between its layers. Off: each layer answers in the dtype of its input."""
     autotune: str = "off"
-    """"max": for each shape of a product or convolution that the model's forward meets, the instances and blockings of
-    its kernel are tried, some seconds for a shape, and what is clearly faster is used from then on, also by later
-    processes (`python -m xopt cache`)."""
+    """"max": for each shape of a product, convolution or attention that the model's forward meets, the instances and
+    blockings of its kernel are tried, some seconds for a shape, and what is clearly faster is used from then on, also
+    by later processes (`python -m xopt cache`)."""
     backend: str = "cpu"
     """What runs the kernels of a model in the CPU's memory: "cpu", or "sycl", the SYCL kernels on the CPU's own SYCL
     device (`xopt.sycl.device("cpu")`), by which they are tested and shown. Takes the SYCL part."""
