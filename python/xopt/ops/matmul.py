@@ -23,11 +23,11 @@ def _matmul(
     for name, tensor in (("left", left), ("right", right)):
         if tensor.dim() < 2:
             raise RuntimeError(f"xopt::matmul: {name}: expected at least two dimensions, got {tensor.dim()}")
-    leading = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    leading = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
     return left.new_empty((*leading, left.shape[-2], right.shape[-1]), dtype=out_dtype or left.dtype)
 
 
 @cost_of("matmul", category="gemm", kernel="matmul")
 def _matmul_work(left: Shape, right: Shape, other: Shape | None = None, **options: object) -> Work:
-    pairs = math.prod(torch.broadcast_shapes(left[:-2], right[:-2]))
+    pairs = math.prod(torch.broadcast_shapes(left[:-2], right[:-2]))  # type: ignore[no-untyped-call]
     return product(left[-2], right[-1], left[-1], count=pairs)
