@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import functools
 import math
+import string
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.modules.base import result_dtype
@@ -31,6 +32,7 @@ from xopt.modules.pattern import (
     step,
 )
 from xopt.modules.product import is_for_torch
+from xopt.modules.substitute import in_place_of
 from xopt.ops.fakes import FLOATING
 
 _matmul = torch.ops.xopt.matmul.default
@@ -49,12 +51,13 @@ class FindMatmul(Pattern):
             if len(node.args) == 2 and not node.kwargs and _are_matrices(*node.args):
                 _put(graph, node, matmul, node.args, {})
         for node in calls(graph, *_WITH_INPUT):
-            added, *factors = (argument(node, place, name) for place, name in enumerate(("input", "batch1", "batch2")))
+            names = ("input", "batch1", "batch2")
+            tensors = tuple(argument(node, place, name) for place, name in enumerate(names))
             beta, alpha = argument(node, 3, "beta", 1), argument(node, 4, "alpha", 1)
-            if _are_matrices(added, *factors) and _is_number(beta) and _is_number(alpha):
-                _put(graph, node, matmul, (*factors, added), {"alpha": float(alpha), "beta": float(beta)})
+            if _are_matrices(*tensors) and _is_number(beta) and _is_number(alpha):
+                replace(graph, node, baddbmm, tensors, {"beta": float(beta), "alpha": float(alpha)})
         for node in calls(graph, torch.einsum):
-            if len(node.args) == 3 and _are_floating(*node.args[1:]) and _plan(node.args[0]) is not None:
+            if len(node.args) == 3 and _are_floating(*node.args[1:]) and _plan_of(*node.args) is not None:
                 allow_copies(node)
                 _put(graph, node, einsum, node.args, {})
 
@@ -73,11 +76,10 @@ def _is_number(value: Any) -> bool:
 
 def _put(graph: Graph, node: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The step in a product's place, with a factor and an addition that alone use it."""
-    has_other = len(args) == 3 and target is matmul
-    factor = None if has_other else _factor_of(node)
+    factor = _factor_of(node)
     if factor is not None:
         kwargs, node = {**kwargs, "alpha": factor}, only_user(node)
-    user = None if has_other or target is einsum else only_user(node)
+    user = None if target is einsum else only_user(node)
     for product, other in orders(user, ADD):
         if product is node and _are_floating(other) and shape_of(other) and shape_of(user) == shape_of(node):
             args, node = (*args, other), user
@@ -98,12 +100,8 @@ def _factor_of(product: Any) -> float | None:
 
 
 @step("matmul")
-def matmul(
-    left: Tensor, right: Tensor, other: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-) -> Tensor:
-    """alpha * left right + beta * other."""
-    if other is not None and beta != 1.0:
-        other = other * beta if beta else None
+def matmul(left: Tensor, right: Tensor, other: Tensor | None = None, *, alpha: float = 1.0) -> Tensor:
+    """alpha * left right + other."""
     if not _is_for_kernel(left, right):
         return _finished(torch.matmul(left, right), other, alpha)
     dtype = result_dtype(left)
@@ -113,6 +111,17 @@ def matmul(
     if is_for_torch(other, None) or not _fits(other, left, right):
         return _finished(_matmul(left, right, alpha=alpha), other, 1.0)
     return _matmul(left, right, other, alpha=alpha, out_dtype=torch.promote_types(dtype, other.dtype))  # type: ignore[no-any-return]
+
+
+@step("matmul")
+def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float, alpha: float) -> Tensor:
+    if not _is_for_kernel(batch1, batch2):
+        return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
+    other = None
+    if beta:  # without it, not even what is no number in the input counts
+        other = input.to(result_dtype(batch1))
+        other = other if beta == 1 else other * beta
+    return matmul(batch1, batch2, other, alpha=alpha)
 
 
 def _finished(product: Tensor, other: Tensor | None, alpha: float) -> Tensor:
@@ -153,12 +162,31 @@ class _Plan(NamedTuple):
     out: tuple[int, ...]
 
 
+def _plan_of(equation: Any, left: Any, right: Any) -> _Plan | None:
+    """Of two tensors, or their nodes."""
+    if not isinstance(equation, str):
+        return None
+    dims = (len(shape_of(each)) if isinstance(each, Node) else each.ndim for each in (left, right))
+    return _plan(equation, *dims)
+
+
 @functools.lru_cache(maxsize=256)
-def _plan(equation: Any) -> _Plan | None:
-    """None for what is no product of matrices: sums over one factor alone, diagonals, ellipses, an outer product."""
-    factors, arrow, out = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+def _plan(equation: str, left_dims: int, right_dims: int) -> _Plan | None:
+    """None for what is no product of matrices: sums over one factor alone, diagonals, an outer product."""
+    factors, arrow, out = equation.replace(" ", "").partition("->")
     left, comma, right = factors.partition(",")
-    if not arrow or not comma or not all(each.isalpha() and len(set(each)) == len(each) for each in (left, right, out)):
+    if not arrow or not comma:
+        return None
+    if "..." in equation:
+        # Letters for what the dots stand for, where that is as much for both factors.
+        dots = left_dims - len(left.replace("...", ""))
+        if not all("..." in each for each in (left, right, out)) or dots != right_dims - len(right.replace("...", "")):
+            return None
+        unused = "".join(sorted(set(string.ascii_letters) - set(equation)))[: max(dots, 0)]
+        left, right, out = (each.replace("...", unused) for each in (left, right, out))
+    if not all(each.isalpha() and len(set(each)) == len(each) for each in (left, right, out)):
+        return None
+    if (len(left), len(right)) != (left_dims, right_dims):
         return None
     lead = [each for each in left if each in right and each in out]
     rows = [each for each in left if each not in right]
@@ -177,7 +205,7 @@ def _plan(equation: Any) -> _Plan | None:
 
 @step("matmul")
 def einsum(equation: str, left: Tensor, right: Tensor, *, alpha: float = 1.0) -> Tensor:
-    plan = _plan(equation)
+    plan = _plan_of(equation, left, right)
     if plan is None or is_for_torch(left, right):
         return _finished(torch.einsum(equation, left, right), None, alpha)
     lead, rows, columns, terms = plan.counts
@@ -199,3 +227,27 @@ def _merged(factor: Tensor, lead: int, rows: int, columns: int) -> Tensor:
         return factor
     sizes = factor.shape
     return factor.reshape(*sizes[:lead], math.prod(sizes[lead : lead + rows]), math.prod(sizes[lead + rows :]))
+
+
+# ---- Forwards that run as they are ----------------------------------------------------------------------------------
+
+
+@in_place_of(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+def _matmul_of_torch(left: Any, right: Any, *rest: Any, **named: Any) -> Any:
+    return NotImplemented if rest or named or not _is_for_kernel(left, right) else matmul(left, right)
+
+
+@in_place_of(torch.baddbmm, torch.Tensor.baddbmm)
+def _baddbmm_of_torch(
+    input: Any, batch1: Any, batch2: Any, *rest: Any, beta: Any = 1, alpha: Any = 1, **named: Any
+) -> Any:
+    if rest or named or is_for_torch(input, None) or not _is_for_kernel(batch1, batch2):
+        return NotImplemented
+    return baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+@in_place_of(torch.einsum)
+def _einsum_of_torch(equation: Any, *factors: Any, **named: Any) -> Any:
+    if named or len(factors) != 2 or _plan_of(equation, *factors) is None:
+        return NotImplemented
+    return einsum(equation, *factors)
