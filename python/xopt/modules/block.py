@@ -86,9 +86,9 @@ class Programs:
 
     def run_as_it_is(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Any:
         """A forward without a program, in which single functions are substituted."""
-        if not self.config.multiply_activations or not self._substitutes.get(key, True):
+        if not self._substitutes.get(key, True):
             return forward(module, *args, **kwargs)
-        result, met = run_substituted(forward, module, *args, **kwargs)
+        result, met = run_substituted(self.config, forward, (module, *args), kwargs)
         if key in self._substitutes or len(self._substitutes) < _MOST_SIGNATURES:
             self._substitutes[key] = met
         return result

@@ -37,13 +37,14 @@ from xopt.ops.fakes import FLOATING
 
 _matmul = torch.ops.xopt.matmul.default
 
+_SWITCH = "multiply_activations"
 _LEAST = 4  # rows, columns or terms: with fewer a product does nothing but read its factors
 _WITH_INPUT = (torch.baddbmm, "baddbmm")
 
 
 class FindMatmul(Pattern):
     stage: ClassVar[int] = 2  # after attention
-    switch: ClassVar[str] = "multiply_activations"
+    switch: ClassVar[str] = _SWITCH
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
@@ -232,12 +233,12 @@ def _merged(factor: Tensor, lead: int, rows: int, columns: int) -> Tensor:
 # ---- Forwards that run as they are ----------------------------------------------------------------------------------
 
 
-@in_place_of(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+@in_place_of(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, switch=_SWITCH)
 def _matmul_of_torch(left: Any, right: Any, *rest: Any, **named: Any) -> Any:
     return NotImplemented if rest or named or not _is_for_kernel(left, right) else matmul(left, right)
 
 
-@in_place_of(torch.baddbmm, torch.Tensor.baddbmm)
+@in_place_of(torch.baddbmm, torch.Tensor.baddbmm, switch=_SWITCH)
 def _baddbmm_of_torch(
     input: Any, batch1: Any, batch2: Any, *rest: Any, beta: Any = 1, alpha: Any = 1, **named: Any
 ) -> Any:
@@ -246,7 +247,7 @@ def _baddbmm_of_torch(
     return baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
 
 
-@in_place_of(torch.einsum)
+@in_place_of(torch.einsum, switch=_SWITCH)
 def _einsum_of_torch(equation: Any, *factors: Any, **named: Any) -> Any:
     if named or len(factors) != 2 or _plan_of(equation, *factors) is None:
         return NotImplemented

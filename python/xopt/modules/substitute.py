@@ -13,16 +13,19 @@ from typing import Any, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
+from xopt.config import Config
+from xopt.graph.record import active
+
 Substitute = TypeVar("Substitute", bound=Callable[..., Any])
-_substitutes: dict[Any, Callable[..., Any]] = {}
+_substitutes: dict[Any, tuple[str, Callable[..., Any]]] = {}
 
 
-def in_place_of(*functions: Any) -> Callable[[Substitute], Substitute]:
+def in_place_of(*functions: Any, switch: str) -> Callable[[Substitute], Substitute]:
     """Marks what takes the calls of these functions, with their arguments. It returns NotImplemented for a call that is
-    torch's."""
+    torch's. `switch`: the name in `Config` that turns it off."""
 
     def mark(substitute: Substitute) -> Substitute:
-        _substitutes.update(dict.fromkeys(functions, substitute))
+        _substitutes.update(dict.fromkeys(functions, (switch, substitute)))
         return substitute
 
     return mark
@@ -38,10 +41,16 @@ _state = _State()
 
 
 class _Mode(TorchFunctionMode):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._config = config
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        substitute = _substitutes.get(function)
-        if substitute is not None:
+        if active.recorder is not None:  # a block inside is recorded: patterns look for torch's functions
+            return function(*args, **kwargs)
+        switch, substitute = _substitutes.get(function, (None, None))
+        if switch is not None and substitute is not None and getattr(self._config, switch):
             _state.met = True
             result = substitute(*args, **kwargs)
             if result is not NotImplemented:
@@ -49,16 +58,16 @@ class _Mode(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def run_substituted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+def run_substituted(config: Config, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
     """What it returns, and whether it called something that there is a substitute for."""
     outer_met, was_active = _state.met, _state.is_active
     _state.met, _state.is_active = False, True
     try:
         if was_active:
-            result = function(*args, **kwargs)
+            result = forward(*args, **kwargs)
         else:
-            with _Mode():
-                result = function(*args, **kwargs)
+            with _Mode(config):
+                result = forward(*args, **kwargs)
         return result, _state.met
     finally:
         _state.met, _state.is_active = outer_met, was_active
