@@ -37,6 +37,7 @@ inline const TorchCodes& torch_codes() {
 std::optional<DType> dtype_from_torch(int32_t code);
 int32_t dtype_to_torch(DType dtype);
 std::string torch_dtype_name(int32_t code);
+std::string list_text(const int64_t* values, int64_t count);  // "[2, 3]"
 
 // An owned tensor. The sizes and strides are those of the tensor object and live as long as it.
 class Tensor {
@@ -56,6 +57,7 @@ class Tensor {
   // uint8 [bytes] in memory of weight_alloc, for a packed weight.
   static Tensor packed_bytes(int64_t bytes);
   Tensor contiguous_copy() const;
+  Tensor contiguous_copy(const int64_t* sizes, int64_t dims) const;  // broadcast to this shape
   Tensor channels_last_copy() const;
 
   explicit operator bool() const { return handle_ != nullptr; }

@@ -93,6 +93,9 @@ class Config:
     """LayerNorm and RMSNorm, also written out, run on xopt's kernels, with the addition before them."""
     fuse_attention: bool = True
     """Scaled dot product attention runs on xopt's kernel."""
+    multiply_activations: bool = True
+    """Products of two activations outside of attention (torch.matmul, bmm, baddbmm, einsum) run on xopt's kernel, with
+    the scale and the addition that follow."""
     fuse_rotary: bool = True
     """Rotary position embeddings of queries and keys become one step."""
     replace_dropout_with_identity: bool = True
