@@ -34,7 +34,7 @@ void conv_pack(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t groups = arguments.integer();
   const DType dtype = parse_dtype(kOp, "dtype", arguments.dtype_code(), kFloating);
   const Checked checked{kOp, "weight", weight};
-  checked.cpu();
+  checked.in_place();
   const DType source = checked.dtype(kFloating);
   const ConvLayout layout = layout_of(kOp, weight, groups);
   return_tensor(stack, 0, packed_bytes(kOp, layout, weight, source, conv_header(kOp, layout, dtype)));
@@ -48,7 +48,7 @@ void conv_pack_int8(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor zero_point(arguments.optional_tensor());
   const int64_t groups = arguments.integer();
   const Checked checked{kOp, "weight", weight};
-  checked.cpu();
+  checked.in_place();
   const DType source = checked.dtype({DType::s8});
   const ConvLayout layout = layout_of(kOp, weight, groups);
   ConvChannels channels{column_parameter<float>(kOp, "scale", scale, DType::f32, layout.out), {}};
@@ -140,6 +140,12 @@ STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
   library.impl("conv_unpack", &conv_unpack);
   library.impl("conv_pack_int8", &conv_pack_int8);
   library.impl("conv_unpack_int8", &conv_unpack_int8);
+}
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
+  library.impl("conv_pack", &on_host<conv_pack, 'T'>);
+  library.impl("conv_unpack", &on_host<conv_unpack, 'T'>);
+  library.impl("conv_pack_int8", &on_host<conv_pack_int8, 'T', 'T', 'O'>);
+  library.impl("conv_unpack_int8", &on_host<conv_unpack_int8, 'T'>);
 }
 
 }  // namespace xopt::ops

@@ -10,7 +10,7 @@ namespace {
 
 MatrixView matrix_view(const char* op, const char* name, const Tensor& weight, std::initializer_list<DType> dtypes) {
   const Checked checked{op, name, weight};
-  checked.cpu();
+  checked.in_place();
   const DType dtype = checked.dtype(dtypes);
   if (weight.dims() != 2) {
     checked.fail("expected two dimensions [out_features, in_features], got shape ", weight.shape_text());
@@ -178,6 +178,14 @@ STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
   library.impl("linear_unpack", &linear_unpack);
   library.impl("linear_unpack_gated", &linear_unpack_gated);
   library.impl("linear_unpack_int8", &linear_unpack_int8);
+}
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
+  library.impl("linear_pack", &on_host<linear_pack, 'T', '.'>);
+  library.impl("linear_pack_gated", &on_host<linear_pack_gated, 'T', 'T', '.'>);
+  library.impl("linear_pack_int8", &on_host<linear_pack_int8, 'T', 'T', 'O'>);
+  library.impl("linear_unpack", &on_host<linear_unpack, 'T'>);
+  library.impl("linear_unpack_gated", &on_host<linear_unpack_gated, 'T'>);
+  library.impl("linear_unpack_int8", &on_host<linear_unpack_int8, 'T'>);
 }
 
 }  // namespace xopt::ops

@@ -6,6 +6,7 @@
 The operators are the same, `torch.ops.xopt.*`, and so are packed weights: their tiles are those that AMX and XMX load.
 """
 
+from xopt.sycl import xpu as _xpu  # noqa: F401 - lets operators find this part
 from xopt.sycl.devices import Device, available, devices
 from xopt.sycl.stream import Builds, Tile, calls, device
 
