@@ -105,7 +105,7 @@ def _table_problem(module: Any) -> str | None:
 
 def _in_wanted_dtype(rows: torch.Tensor, source_dtype: torch.dtype) -> torch.Tensor:
     """Outside of autocast it has no input that could say which dtype is wanted."""
-    return rows if torch.is_autocast_enabled("cpu") else rows.to(source_dtype)
+    return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(source_dtype)
 
 
 def _goes_on(kind: type[nn.Module]) -> bool:

@@ -36,7 +36,7 @@ def plain_parameters(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, to
     weight, bias = module.weight, module.bias
     if isinstance(weight, PackedParameter):
         weight = weight.unpack()
-    if input.dtype in FLOATING and not torch.is_autocast_enabled("cpu"):
+    if input.dtype in FLOATING and not torch.is_autocast_enabled(input.device.type):
         weight = weight.to(input.dtype)
         bias = None if bias is None else bias.to(input.dtype)
     return weight, bias

@@ -61,9 +61,10 @@ class RootForward:
         return self._call(module, args, kwargs)
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._dtype is None or torch.is_autocast_enabled("cpu"):
+        device = "cpu" if self._dtype is None else _device_type(module)
+        if self._dtype is None or torch.is_autocast_enabled(device):
             return self._layout.call(self._forward, module, args, kwargs)
-        with torch.autocast("cpu", dtype=self._dtype):
+        with torch.autocast(device, dtype=self._dtype):
             result = self._layout.call(self._forward, module, args, kwargs)
         return map_tensors(self._restore_dtype, result)
 
@@ -98,6 +99,10 @@ class RootForward:
             self.tuning,
             self._backend,
         )
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((parameter.device.type for parameter in module.parameters()), "cpu")
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
