@@ -58,12 +58,11 @@ Place place_of(AtenTensorHandle tensor) {
   return found;
 }
 
-// `list`: borrowed.
+// Items are handles that the list owns, until the operator takes it apart.
 Place place_of_items(StableListHandle list) {
   StableIValue item = 0;
   if (torch_list_get_item(list, 0, &item) != AOTI_TORCH_SUCCESS) return {torch_codes().xpu, 0, "expected tensors"};
-  const Tensor tensor(torch::stable::detail::to<AtenTensorHandle>(item));
-  return place_of(tensor.get());
+  return place_of(torch::stable::detail::to<AtenTensorHandle>(item));
 }
 
 }  // namespace
@@ -106,9 +105,9 @@ void call_on_host(BoxedOp* op, const char* kinds, StableIValue* stack, uint64_t 
   Place host = cpu();
   const auto to_host = [&](AtenTensorHandle handle) {
     Tensor given(handle);
-    if (!given.is_in(device)) {
-      host.problem =
-          "expected tensors on one device, got some on " + device.text() + " and on " + given.device().text();
+    if (!given.is_in(device) || device.is_cpu()) {
+      host.problem = "expected tensors on one device, got some on " + device.text() + " and on " +
+                     (device.is_cpu() ? "xpu" : given.device().text());
     }
     return host.problem.empty() ? given.host_copy().release() : given.release();
   };

@@ -1,11 +1,10 @@
 """A stand-in for torch's XPU build, which is not to be had where these tests run: device xpu of a CPU build of torch,
 whose memory and queue are those of the CPU's SYCL device.
 
-`device.cpp`, compiled here, gives torch what it asks for before it makes a tensor of device xpu, and exports the shim by
-which an XPU build hands out its queue. What torch itself computes goes by way of the CPU; `xopt`'s operators find real
-tensors of device xpu in real USM device memory, and a queue that is not theirs.
-
-    with the part for SYCL devices only, and in a process of its own: what is registered stays.
+`device.cpp`, compiled here, gives torch what it asks for before it makes a tensor of device xpu, and exports the shim
+by which an XPU build hands out its queue. What torch itself computes goes by way of the CPU; xopt's operators find
+tensors of device xpu in USM device memory, and a queue that is not theirs. Takes the part for SYCL devices, and a
+process of its own, since what is registered stays.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xopt.sycl import loading
 
@@ -31,15 +31,19 @@ DEVICE = torch.device("xpu", 0)
 _libraries: list[Any] = []
 
 
-def start() -> None:
-    """Has to come before torch is asked for anything on device xpu."""
+def start(*defined: str) -> None:
+    """Has to come before torch is asked for anything on device xpu. `defined`: macros of `device.cpp`."""
     loading.native().devices(loading.opencl_driver())
-    _native()
+    _build(defined)
+    torch.xpu._initialized = True  # torch.device("xpu") as an argument would have Python start the device
     _register()
 
 
-@functools.cache
 def _native() -> Any:
+    return _libraries[0]
+
+
+def _build(defined: Sequence[str]) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert compiler, "the stand-in for device xpu needs a C++ compiler"
     torch_folder = Path(torch.__file__).parent
@@ -49,14 +53,15 @@ def _native() -> Any:
     needed = [str(torch_folder / "lib" / "libtorch_cpu.so"), str(torch_folder / "lib" / "libc10.so")]
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "device.so"
-        command = [*compiler.split(), "-std=c++20", "-O0", "-shared", "-fPIC", "-DSYCL_DISABLE_FSYCL_SYCLHPP_WARNING"]
-        command += [*include, str(Path(__file__).with_name("device.cpp")), "-o", str(built), *needed]
-        subprocess.run([*command, str(sycl / "lib" / "libsycl.so")], check=True)
+        command = [*compiler.split(), "-std=c++20", "-O0", "-shared", "-fPIC", *(f"-D{name}" for name in defined)]
+        command += ["-DSYCL_DISABLE_FSYCL_SYCLHPP_WARNING", *include, "-o", str(built)]
+        command += [str(Path(__file__).with_name("device.cpp")), *needed, str(sycl / "lib" / "libsycl.so")]
+        subprocess.run(command, check=True)
         library = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
+    _libraries.append(library)
     library.stand_in_malloc.restype = ctypes.c_void_p
     library.stand_in_copies.restype = ctypes.c_int64
     library.stand_in_is_device_memory.restype = ctypes.c_bool
-    return library
 
 
 def _sycl_folder() -> Path:
@@ -101,7 +106,7 @@ def _from_blob(data: int, sizes: Sequence[int], strides: Sequence[int], dtype: t
     assert status == 0, "torch made no tensor of device xpu"
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype = ctypes.py_object
-    made: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle, None, None))  # type: ignore[attr-defined]
+    made: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle, None, None))
     return made
 
 
@@ -124,26 +129,35 @@ def _copy_bytes(to: Tensor, source: Tensor) -> None:
     _native().stand_in_copy(*map(ctypes.c_void_p, (to.data_ptr(), source.data_ptr())), ctypes.c_size_t(bytes_in_all))
 
 
+def _span(tensor: Tensor) -> int:
+    """Elements from its first to its last in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """The memory that it spans, what lies between its elements included."""
+    return tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset())
+
+
 def _to_cpu(tensor: Tensor) -> Tensor:
     if tensor.device != DEVICE:
         return tensor
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    flat = torch.empty(span if tensor.numel() else 0, dtype=tensor.dtype)
+    run = torch.empty(_span(tensor), dtype=tensor.dtype)
     if tensor.numel():
-        _copy_bytes(flat, tensor.as_strided((span,), (1,), tensor.storage_offset()))
-    return flat.as_strided(tensor.shape, tensor.stride())
+        _copy_bytes(run, _run(tensor))
+    return run.as_strided(tensor.shape, tensor.stride())
 
 
-def _to_xpu(tensor: Tensor) -> Tensor:
-    made = _empty_strided(tensor.shape, _dense_strides(tensor), tensor.dtype)
-    dense = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).copy_(tensor)
-    if made.numel():
-        _copy_bytes(made, dense)
+def to_xpu(tensor: Tensor) -> Tensor:
+    """With the same strides."""
+    if tensor.device == DEVICE:
+        return tensor
+    made = _empty_strided(tensor.shape, tensor.stride(), tensor.dtype)
+    if tensor.numel():
+        _copy_bytes(_run(made), _run(tensor.detach()))
     return made
-
-
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
 def _copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -152,11 +166,9 @@ def _copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return self.copy_(values)
     if not self.numel():
         return self
-    dense = _to_cpu(self)  # what lies between the elements of a view stays
-    dense.copy_(values)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True))
-    flat = dense.as_strided((span,), (1,))
-    _copy_bytes(self.as_strided((span,), (1,), self.storage_offset()), flat)
+    changed = _to_cpu(self)  # what lies between the elements of a view stays
+    changed.copy_(values)
+    _copy_bytes(_run(self), _run(changed))
     return self
 
 
@@ -167,15 +179,24 @@ def _by_way_of_the_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
         return on_cpu.setdefault(id(tensor), (tensor, _to_cpu(tensor)))[1]
 
     cpu_args, cpu_kwargs = tree_map_only(Tensor, to_cpu, (args, kwargs))
-    if "device" in cpu_kwargs and cpu_kwargs["device"] is not None:
+    if cpu_kwargs.get("device") is not None:
         cpu_kwargs["device"] = torch.device("cpu")
     results = op(*cpu_args, **cpu_kwargs)
-    if op._schema.is_mutable:
-        for given, changed in on_cpu.values():
-            if given.device == DEVICE:
-                _copy_(given, changed)
-    of_cpu = {id(changed): given for given, changed in on_cpu.values()}
-    return tree_map_only(Tensor, lambda made: of_cpu.get(id(made)) if id(made) in of_cpu else _to_xpu(made), results)
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in tree_leaves(given):
+                _overwrite(tensor, on_cpu[id(tensor)][1])
+    written = {id(changed): given for given, changed in on_cpu.values()}
+    return tree_map_only(Tensor, lambda made: written[id(made)] if id(made) in written else to_xpu(made), results)
+
+
+def _overwrite(given: Tensor, changed: Tensor) -> None:
+    if given.shape == changed.shape:
+        _copy_(given, changed)
+    else:  # what is handed out empty, for an operator to give it a size
+        made = to_xpu(changed)
+        given.set_(made.untyped_storage(), 0, made.shape, made.stride())
 
 
 def _as_on_the_cpu(op: Any) -> Any:
@@ -185,8 +206,8 @@ def _as_on_the_cpu(op: Any) -> Any:
 
 
 def _register() -> None:
-    aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    everything = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    aten = torch.library.Library("aten", "IMPL")
+    everything = torch.library.Library("_", "IMPL")
     _libraries.extend([aten, everything])
     for name, kernel in {
         "empty_strided": _empty_strided,
@@ -195,11 +216,26 @@ def _register() -> None:
         "as_strided": _as_on_the_cpu(torch.ops.aten.as_strided.default),
         "view": _as_on_the_cpu(torch.ops.aten.view.default),
         "_reshape_alias": _as_on_the_cpu(torch.ops.aten._reshape_alias.default),
+        "set_.source_Storage": _as_on_the_cpu(torch.ops.aten.set_.source_Storage),
+        "set_.source_Storage_storage_offset": _as_on_the_cpu(torch.ops.aten.set_.source_Storage_storage_offset),
         "unfold": _as_on_the_cpu(torch.ops.aten.unfold.default),
     }.items():
-        aten.impl(name, kernel, "XPU")  # type: ignore[no-untyped-call]
-    everything.fallback(_by_way_of_the_cpu, "XPU")  # type: ignore[no-untyped-call]
+        aten.impl(name, kernel, "XPU")
+    everything.fallback(_by_way_of_the_cpu, "XPU")
 
 
-def to_xpu(tensor: Tensor) -> Tensor:
-    return _to_xpu(tensor) if tensor.device != DEVICE else tensor
+class OnXpu(TorchDispatchMode):
+    """Within it, xopt's operators are called with their tensors moved to device xpu, and their results moved back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "xopt" or not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "XPU"):
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        args, kwargs = tree_map_only(Tensor, to_xpu, (args, kwargs or {}))
+        results = func(*args, **kwargs)
+        assert all(result.device == DEVICE for result in tree_leaves(results)), f"{func}: a result not on {DEVICE}"
+        return tree_map_only(Tensor, _to_cpu, results)

@@ -1,6 +1,7 @@
 // What a CPU build of torch lacks of device xpu, on the CPU's SYCL device: hooks and a device guard, by which torch takes
 // such tensors; the shim that hands out the current queue; and memory of that device. See __init__.py.
 #include <ATen/detail/XPUHooksInterface.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -45,14 +46,32 @@ sycl::queue& queue() {
 
 int64_t copies = 0;
 
+// Of storages that torch makes itself, as a deep copy does.
+struct Memory final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = sycl::malloc_device(bytes, queue());
+    return {data, data, &drop, {c10::DeviceType::XPU, 0}};
+  }
+  static void drop(void* data) {
+    if (data != nullptr) sycl::free(data, queue());
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &drop; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { queue().memcpy(to, from, bytes).wait(); }
+};
+Memory memory;
+REGISTER_ALLOCATOR(c10::DeviceType::XPU, &memory)
+
 }  // namespace
 
 extern "C" {
 
+// Left out, it is the shim of a build without XPU.
+#ifndef STAND_IN_WITHOUT_QUEUES
 AOTITorchError aoti_torch_get_current_xpu_stream(int32_t device_index, void** ret) {
   *ret = device_index == 0 ? &queue() : nullptr;
   return device_index == 0 ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
 }
+#endif
 
 void* stand_in_malloc(size_t bytes) { return sycl::malloc_device(bytes, queue()); }
 void stand_in_free(void* data, void*) {
