@@ -104,6 +104,7 @@ PYBIND11_MODULE(_sycl, m) {
         "Runs operators on tensors of device xpu, on torch's queues, from now on.");
   m.def("synchronizations_on_torch_queues", &synchronizations_on_torch_queues,
         "How often the host has waited for a queue of torch's.");
+  m.def("calls_left_to_cpu", &calls_left_to_cpu, "How often a device lacked a kernel, whose CPU form ran instead.");
   m.def("calls", &kernel_calls, "How often each kernel was run on a device in this process.");
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -43,7 +44,21 @@ std::optional<TileShape> best_tile(const DeviceFacts& facts, DType dtype) {
   return best;
 }
 
+struct LeftToCpu {
+  std::mutex mutex;
+  std::map<std::string, int64_t> calls;
+};
+LeftToCpu& left_to_cpu() {
+  static auto* const all = new LeftToCpu;
+  return *all;
+}
+
 }  // namespace
+
+std::map<std::string, int64_t> calls_left_to_cpu() {
+  const std::lock_guard<std::mutex> lock(left_to_cpu().mutex);
+  return left_to_cpu().calls;
+}
 
 KernelRecord*& first_sycl_kernel() {
   static KernelRecord* head = nullptr;
@@ -106,6 +121,8 @@ KernelRecord* Stream::find(const char* name, const char* dtype) {
                              " runs on the CPU only");
   }
   if (waits_ == Waits::at_synchronize) synchronize();  // the CPU reads what kernels may still be writing
+  const std::lock_guard<std::mutex> lock(left_to_cpu().mutex);
+  ++left_to_cpu().calls[std::string(name) + " " + dtype];
   return nullptr;
 }
 

@@ -153,6 +153,9 @@ class Stream final : public Offload {
   static void drop(Drops* held);
 };
 
+// How often kernels that streams lack were asked for, by "name dtype": the CPU ran its own instead.
+std::map<std::string, int64_t> calls_left_to_cpu();
+
 // The kernels that streams have; a source registers its own.
 KernelRecord*& first_sycl_kernel();
 

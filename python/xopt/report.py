@@ -15,7 +15,7 @@ from torch import nn
 from xopt import _C
 from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs
-from xopt.modules.root import tuning_of
+from xopt.modules.root import left_to_cpu_of, tuning_of
 from xopt.tuning import Tuned
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Report:
     fusions: tuple[Fusion, ...] = ()
     defaults: tuple[str, ...] = ()
     """The instances that run what is not tuned: "gemm[bf16] amx"."""
+    left_to_cpu: tuple[str, ...] = ()
+    """With backend "sycl": kernels that the device lacks, and the CPU has run in its place so far: "recurrent_gates f32"."""
     tuned: tuple[Tuned, ...] = ()
     """The calls that were tuned, or looked at and left to the heuristics (`xopt.tune`)."""
 
@@ -138,6 +140,8 @@ class Report:
             console.print("Blocks are fused when they are first called, or by optimize(..., sample_input=...).")
         if self.defaults:
             console.print(f"Instances: {', '.join(self.defaults)}.")
+        if self.left_to_cpu:
+            console.print(f"On the CPU, since SYCL devices have no such kernel: {', '.join(self.left_to_cpu)}.")
         if self.tuned:
             left = sum(each.is_default for each in self.tuned)
             console.print(f"Of {len(self.tuned)} shapes that were tuned, {left} were left to the heuristics.")
@@ -167,9 +171,14 @@ def report(model: nn.Module) -> Report:
     return dataclasses.replace(
         found,
         fusions=tuple(_fusions(model)),
-        defaults=tuple(_default_instances(found.entries)),
+        defaults=tuple(_default_instances(found.entries)) if _runs_on_cpu(model, found.config) else (),
+        left_to_cpu=left_to_cpu_of(model),
         tuned=tuning.used if tuning is not None else (),
     )
+
+
+def _runs_on_cpu(model: nn.Module, config: Config) -> bool:
+    return config.backend == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def _default_instances(entries: tuple[Entry, ...]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,28 @@ def test_a_kernel_that_only_the_cpu_has_is_named() -> None:
             padding=[0] * 4,
             dilation=[1, 1],
         )
+
+
+@torch.no_grad()
+def test_memory_that_is_not_there_is_an_error() -> None:
+    x = on_device(1, 1).expand(2**20, 2**22)
+    with pytest.raises(RuntimeError, match=r"no memory left on xpu:0 for a tensor of shape \[1048576, 4194304\] and"):
+        ops.softmax(x)
+    assert ops.softmax(on_device(2, 3)).shape == (2, 3)
+
+
+@torch.no_grad()
+def test_a_process_forked_after_the_first_call_is_told() -> None:
+    x = on_device(2, 3)
+    ops.softmax(x)
+    child = os.fork()
+    if child == 0:
+        try:
+            ops.softmax(x)
+        except RuntimeError as error:
+            os._exit(0 if "before this process was forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # ---- Whole models ----------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class RootForward:
         self._dtype = dtype
         self._source_dtype = source_dtype
         self._backend = backend
+        self.left_to_cpu: set[str] = set()
         # Libraries look at the arguments that a model's forward takes.
         self.__signature__ = inspect.signature(type(module).forward.__get__(module))
 
@@ -54,7 +55,12 @@ class RootForward:
         assert module is not None, "a forward outlived its module"
         if self._backend == "sycl":
             with sycl.device("cpu"):
-                return self._call(module, args, kwargs)
+                before = sycl.calls_left_to_cpu()
+                result = self._call(module, args, kwargs)
+            self.left_to_cpu |= {
+                name for name, count in sycl.calls_left_to_cpu().items() if count > before.get(name, 0)
+            }
+            return result
         if self.tuning is not None and not torch.compiler.is_compiling():
             with self.tuning:
                 return self._call(module, args, kwargs)
@@ -124,6 +130,12 @@ def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, sour
 def tuning_of(module: nn.Module) -> ModelTuning | None:
     forward = module.__dict__.get("forward")
     return forward.tuning if isinstance(forward, RootForward) else None
+
+
+def left_to_cpu_of(module: nn.Module) -> tuple[str, ...]:
+    """With backend "sycl": the kernels that its forwards found on the CPU only, "name dtype"."""
+    forward = module.__dict__.get("forward")
+    return tuple(sorted(forward.left_to_cpu)) if isinstance(forward, RootForward) else ()
 
 
 def make_tuned(module: nn.Module, mode: str) -> ModelTuning:
