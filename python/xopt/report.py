@@ -65,7 +65,7 @@ class Report:
     defaults: tuple[str, ...] = ()
     """The instances that run what is not tuned: "gemm[bf16] amx"."""
     left_to_cpu: tuple[str, ...] = ()
-    """With backend "sycl": kernels that the device lacks, and the CPU has run in its place so far: "recurrent_gates f32"."""
+    """With backend "sycl": kernels that the device lacks, and the CPU has run so far: "recurrent_gates f32"."""
     tuned: tuple[Tuned, ...] = ()
     """The calls that were tuned, or looked at and left to the heuristics (`xopt.tune`)."""
 

@@ -37,7 +37,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
 ) -> Tensor:
     """[batch, queries, heads, depth], contiguous. Under autocast all three have its dtype, as torch's own have."""
-    dtype = autocast_dtype(query.device.type)
+    dtype = autocast_dtype(query.device)
     if dtype is not None and not query.dtype == key.dtype == value.dtype == dtype:  # a cache may have its own
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return _attention(query, key, value, mask, scale=scale, causal=causal)  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from torch import nn
 
 from xopt import sycl
 from xopt.config import Config
+from xopt.graph.autocast import autocast_dtype
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
@@ -126,8 +127,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 def result_dtype(input: torch.Tensor) -> torch.dtype:
     """Autocast's dtype under autocast, else the input's."""
-    device = input.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    return autocast_dtype(input.device) or input.dtype
 
 
 def has_kernels(device: torch.device) -> bool:

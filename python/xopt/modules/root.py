@@ -57,9 +57,8 @@ class RootForward:
             with sycl.device("cpu"):
                 before = sycl.calls_left_to_cpu()
                 result = self._call(module, args, kwargs)
-            self.left_to_cpu |= {
-                name for name, count in sycl.calls_left_to_cpu().items() if count > before.get(name, 0)
-            }
+            after = sycl.calls_left_to_cpu()
+            self.left_to_cpu |= {name for name, count in after.items() if count > before.get(name, 0)}
             return result
         if self.tuning is not None and not torch.compiler.is_compiling():
             with self.tuning:
