@@ -291,6 +291,26 @@ def test_a_driver_registered_under_a_broken_path_is_worked_around_and_said_once(
 
 
 @needs_sycl
+def test_memory_that_a_device_lacks_is_named() -> None:
+    """The driver is told that it may hand out a megabyte at once; a norm after a product keeps four."""
+    program = """
+        import torch, xopt
+        weight = torch.ops.xopt.linear_pack(torch.eye(256), dtype=torch.float32)
+        x = torch.ones(4096, 256)
+        with torch.no_grad(), xopt.sycl.device("cpu"):
+            try:
+                torch.ops.xopt.linear_norm(x, weight, 256)
+            except RuntimeError as error:
+                print(error)
+            print(torch.equal(torch.ops.xopt.linear(x, weight, 256), x))
+    """
+    said, next_call = fresh_process.output_of(program, CL_CONFIG_CPU_FORCE_MAX_MEM_ALLOC_SIZE="1MB").splitlines()
+    assert said.startswith("xopt.sycl: ")
+    assert said.endswith(" has no 4194304 bytes of memory left for what an operator keeps meanwhile")
+    assert next_call == "True"
+
+
+@needs_sycl
 @torch.no_grad()
 def test_a_device_without_matrix_units_computes_on_its_vectors() -> None:
     (found,) = (device for device in sycl.devices() if device.type == "cpu")

@@ -226,3 +226,24 @@ def test_what_has_no_kernel_there_is_left_and_the_report_says_so() -> None:
     for path in ("up", "steps"):
         assert not entries[path].optimized
         assert entries[path].detail == "it is on xpu:0, for which it has no kernel"
+
+
+def test_without_the_part_a_model_on_xpu_is_left_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xopt.sycl, "available", lambda: False)
+    (entry,) = xopt.report(xopt.optimize(nn.Linear(4, 4).eval()._apply(to_xpu))).entries
+    assert not entry.optimized
+    assert entry.detail == "its weight is on device xpu:0, which takes the SYCL part"
+
+
+@torch.no_grad()
+def test_a_tied_table_stays_plain() -> None:
+    """Rows out of packed weights have a kernel on the CPU only."""
+    model = nn.ModuleDict({"table": nn.Embedding(50, 32), "head": nn.Linear(32, 50, bias=False)}).eval()
+    head: Any = model["head"]
+    head.weight = model["table"].weight
+    moved = xopt.optimize(copy.deepcopy(model)._apply(to_xpu))
+    tokens = torch.randint(0, 50, (2, 7))
+    expected = model["head"](model["table"](tokens))
+    got = moved["head"](moved["table"](to_xpu(tokens)))
+    assert torch.allclose(got.cpu(), expected, atol=1e-4)
+    assert moved["head"].weight is moved["table"].weight
