@@ -36,6 +36,8 @@ struct Checked {
     if (tensor.is_in(here)) return;
     fail("expected a tensor on ", here.text(), ", got one on ", tensor.device().text());
   }
+  // The same, of operators that compute on the CPU only.
+  void cpu() const { in_place(); }
   // The dtype, which must be one of `allowed`.
   DType dtype(std::initializer_list<DType> allowed) const {
     for (const DType candidate : allowed) {

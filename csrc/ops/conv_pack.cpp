@@ -34,7 +34,7 @@ void conv_pack(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t groups = arguments.integer();
   const DType dtype = parse_dtype(kOp, "dtype", arguments.dtype_code(), kFloating);
   const Checked checked{kOp, "weight", weight};
-  checked.in_place();
+  checked.cpu();
   const DType source = checked.dtype(kFloating);
   const ConvLayout layout = layout_of(kOp, weight, groups);
   return_tensor(stack, 0, packed_bytes(kOp, layout, weight, source, conv_header(kOp, layout, dtype)));
@@ -48,7 +48,7 @@ void conv_pack_int8(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor zero_point(arguments.optional_tensor());
   const int64_t groups = arguments.integer();
   const Checked checked{kOp, "weight", weight};
-  checked.in_place();
+  checked.cpu();
   const DType source = checked.dtype({DType::s8});
   const ConvLayout layout = layout_of(kOp, weight, groups);
   ConvChannels channels{column_parameter<float>(kOp, "scale", scale, DType::f32, layout.out), {}};

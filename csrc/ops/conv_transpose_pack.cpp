@@ -26,7 +26,7 @@ void conv_transpose_pack(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor& weight = arguments.weight;
   const DType dtype = parse_dtype(kOp, "dtype", arguments.dtype, kFloating);
   const Checked checked{kOp, "weight", weight};
-  checked.in_place();
+  checked.cpu();
   const DType source = checked.dtype(kFloating);
   const ConvPhases phases = conv_phases(kOp, "weight", weight.sizes(), weight.dims(), weight.shape_text(),
                                         arguments.groups, arguments.stride, arguments.dilation);

@@ -10,7 +10,7 @@ namespace {
 
 MatrixView matrix_view(const char* op, const char* name, const Tensor& weight, std::initializer_list<DType> dtypes) {
   const Checked checked{op, name, weight};
-  checked.in_place();
+  checked.cpu();
   const DType dtype = checked.dtype(dtypes);
   if (weight.dims() != 2) {
     checked.fail("expected two dimensions [out_features, in_features], got shape ", weight.shape_text());

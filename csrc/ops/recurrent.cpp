@@ -63,7 +63,7 @@ void check_gradients(const RecurrentArguments& arguments) {
 // The first row of each step, and behind them their number.
 std::vector<int64_t> first_rows(const Tensor& batch_sizes, int64_t rows) {
   const Checked checked{kOp, "batch_sizes", batch_sizes};
-  checked.in_place();
+  checked.cpu();
   if (batch_sizes.dtype_code() != aoti_torch_dtype_int64()) {
     checked.fail("expected dtype int64, got ", torch_dtype_name(batch_sizes.dtype_code()));
   }
@@ -99,7 +99,7 @@ Shape read_shape(const RecurrentArguments& arguments) {
     fail(kOp, "proj_size", "expected 0, or a positive number for an lstm, got ", arguments.proj_size);
   }
   const Checked checked{kOp, "input", input};
-  checked.in_place();
+  checked.cpu();
   const DType dtype = checked.dtype(kFloating);
   shape.out_dtype = arguments.out_dtype ? parse_dtype(kOp, "out_dtype", *arguments.out_dtype, kFloating) : dtype;
   shape.packed = static_cast<bool>(arguments.batch_sizes);
@@ -127,7 +127,7 @@ Shape read_shape(const RecurrentArguments& arguments) {
 void read_state(const char* name, const Shape& shape, int64_t features, Tensor* state) {
   if (!*state) return;
   const Checked checked{kOp, name, *state};
-  checked.in_place();
+  checked.cpu();
   checked.dtype(kFloating);
   checked.shape({shape.layers * shape.directions, shape.batch, features});
   int64_t expected = 1;
