@@ -198,9 +198,9 @@ void conv_chain(StableIValue* stack, uint64_t, uint64_t) {
   Chain chain(given.tensors, given.links, given.parameters, given.names.text(), given.wanted);
   chain.run();
   StableListHandle results = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(given.wanted.size(), &results));
+  TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(given.wanted.size(), &results));
   for (const int64_t result : given.wanted) {
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_push_back(results, stable(chain.result(result))));
+    TORCH_ERROR_CODE_CHECK(torch_list_push_back(results, stable(chain.result(result))));
   }
   stack[0] = stable(results);
 }
