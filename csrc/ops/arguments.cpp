@@ -96,7 +96,7 @@ Tensor::Tensor(AtenTensorHandle handle) : handle_(handle) {
       aoti_torch_get_strides(handle, &strides) != AOTI_TORCH_SUCCESS ||
       aoti_torch_get_dtype(handle, &dtype_code_) != AOTI_TORCH_SUCCESS ||
       aoti_torch_get_device_type(handle, &device_) != AOTI_TORCH_SUCCESS ||
-      aoti_torch_get_device_index(handle, &device_index_) != AOTI_TORCH_SUCCESS) {
+      (!on_cpu() && aoti_torch_get_device_index(handle, &device_index_) != AOTI_TORCH_SUCCESS)) {
     device_ = -1;
   }
   sizes_ = sizes;

@@ -218,6 +218,19 @@ def test_an_optimized_model_moves_there_and_back() -> None:
     assert torch.allclose(first_result(model(**arguments)), expected, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_copied_model_reads_no_headers_from_the_device() -> None:
+    model = xopt.optimize(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)).eval()._apply(to_xpu))
+    copied = copy.deepcopy(model)
+    x = on_device(3, 32)
+    expected = copied(x).cpu()
+    copies = xpu_stand_in.copies()
+    got = copied(x)
+    assert xpu_stand_in.copies() == copies
+    assert torch.equal(got.cpu(), expected)
+    assert torch.equal(model(x).cpu(), expected)
+
+
 def test_what_has_no_kernel_there_is_left_and_the_report_says_so() -> None:
     model = nn.ModuleDict({"up": nn.ConvTranspose2d(4, 4, 2), "steps": nn.LSTM(4, 4), "linear": nn.Linear(4, 4)})
     optimized = xopt.optimize(model.eval()._apply(to_xpu))
