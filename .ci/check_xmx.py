@@ -2,7 +2,7 @@
 
 To SPIR-V by the runtime's own compiler: products must be those of matrix units. From there, where Intel's offline
 compiler `ocloc` is on the path or named by OCLOC (Debian: intel-ocloc and libigc2), to machine code for five GPUs:
-matrix kernels must contain `dpas`, and next to nothing may be spilled. Proves code generation only: nothing is run.
+matrix kernels must contain `dpas`, and nothing may be spilled. Proves code generation only: nothing is run.
 
     make check-xmx          OCLOC=/path/to/ocloc make check-xmx
 """
@@ -22,7 +22,6 @@ from xopt.sycl import loading
 
 # The tile of each GPU's matrix units, rows x columns x depth of bf16.
 TILES = {(8, 16, 16): ("pvc", "bmg", "lnl-m", "ptl-h"), (8, 8, 16): ("dg2",)}
-ALLOWED_SPILL = 128  # bytes: conv in f16 spills 128 on dg2, outside its loop over the depth
 # OpCooperativeMatrixMulAddKHR, and OpJointMatrixMadINTEL and its like of older translators.
 MULTIPLY_ADDS = {4459, 6121, 6178}
 BUILD = """
@@ -95,7 +94,7 @@ def problems_of(source: str, options: list[str], gpus: tuple[str, ...], ocloc: s
             print(f"    {gpu}: {products} dpas, {registers} registers, {spills} bytes spilled", flush=True)
             if matrix and products == 0:
                 problems.append(f"{name}: no dpas for {gpu}")
-            if spills > ALLOWED_SPILL:
+            if spills > 0:
                 problems.append(f"{name}: {spills} bytes spilled for {gpu}")
     return problems
 

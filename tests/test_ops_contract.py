@@ -669,12 +669,14 @@ def test_argument_on_another_device(argument: str) -> None:
 
 
 @pytest.mark.parametrize("op", registered_ops())
-def test_tensors_of_intel_gpus_are_refused_in_one_line(op: str) -> None:
+def test_what_is_registered_for_intel_gpus_wants_tensors_there(op: str) -> None:
     """By what the dispatcher would call for them, since torch cannot make one without such a device."""
     args, kwargs = samples_of(op)[0]
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
-    with pytest.raises(RuntimeError, match=f"^xopt::{op}: input: expected tensors on the CPU, got some on xpu, .*$"):
+    named = op.removesuffix("_chain")  # the operator that each link is a call of
+    with pytest.raises(RuntimeError, match=f"^xopt::{named}: [a-z_]+: expected (a tensor|tensors) on .*xpu") as caught:
         getattr(ops, op).default.redispatch(keys, *args, **kwargs)
+    assert "\n" not in str(caught.value)
 
 
 def test_huge_weight_is_an_error_of_memory() -> None:

@@ -220,3 +220,25 @@ def test_models_against_the_cpu_path(make: Callable[[], tuple[torch.nn.Module, d
         ran = {name.split()[0] for name, count in sycl.calls().items() if count > before[name]}
     assert ran == MODELS[make]
     assert relative_error(on_device, expected) < 1.3 * relative_error(on_cpu, expected)
+
+
+def test_the_report_says_what_ran_on_the_cpu_instead() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = nn.LSTM(8, 8)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            head: torch.Tensor = self.head(self.steps(x)[0])
+            return head
+
+    source, x = Tagger().eval(), torch.randn(5, 2, 8)
+    model = xopt.optimize(source, config=xopt.Config(backend="sycl"))
+    with torch.no_grad():
+        assert xopt.report(model).left_to_cpu == ()
+        assert torch.allclose(model(x), source(x), atol=1e-5)
+    report = xopt.report(model)
+    assert report.left_to_cpu == ("recurrent_gates f32", "recurrent_rows f32")
+    assert "On the CPU, since SYCL devices have no such kernel: recurrent_gates f32, recurrent_rows f32." in str(report)
+    assert "Instances" not in str(report)

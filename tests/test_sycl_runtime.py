@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import xopt
 from tests import fresh_process
 from tests.conv_cases import last
 from xopt import _C, sycl
+from xopt.bench.sycl import print_builds
 from xopt.sycl import loading
 
 T = TypeVar("T")
@@ -245,6 +247,89 @@ def test_a_kernel_that_does_not_build_brings_the_compilers_words() -> None:
 def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(RuntimeError, match="there is no SYCL device '77'; there are: 0: "):
         sycl.device("77")
+
+
+@needs_sycl
+@pytest.mark.parametrize(
+    "environment", [{"ONEAPI_DEVICE_SELECTOR": "level_zero:gpu"}, {"OCL_ICD_FILENAMES": "/no/such/driver.so"}]
+)
+def test_without_any_device_one_line_says_so(environment: dict[str, str]) -> None:
+    """None that is allowed, or a driver whose path leads nowhere, which is the user's own word."""
+    program = """
+        import torch, xopt
+        model = xopt.optimize(torch.nn.Linear(4, 4).eval(), config=xopt.Config(backend="sycl"))
+        for use in (lambda: xopt.sycl.device("cpu"), lambda: model(torch.ones(1, 4))):
+            try:
+                use()
+            except RuntimeError as error:
+                print(error)
+    """
+    lines = fresh_process.output_of(program, **environment).splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("xopt.sycl: there is no SYCL device 'cpu'; there are: none at all")
+
+
+@needs_sycl
+def test_a_driver_registered_under_a_broken_path_is_worked_around_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "intel64_cpu.icd").write_text("/the/path/of/another/machine/libintelocl.so")
+    monkeypatch.setattr(loading, "_SYSTEM_DRIVERS", tmp_path)
+    loading.opencl_driver.cache_clear()
+    try:
+        with caplog.at_level("INFO", logger="xopt"):
+            assert Path(loading.opencl_driver()).name == "libintelocl.so"
+            assert loading.opencl_driver() == loading.opencl_driver()
+        said = [record.message for record in caplog.records if "OpenCL driver" in record.message]
+        assert said == [f"sycl: the OpenCL driver for CPUs is taken from {loading.opencl_driver()}"]
+        (tmp_path / "intel64_cpu.icd").write_text(loading.opencl_driver())
+        loading.opencl_driver.cache_clear()
+        assert loading.opencl_driver() == ""  # the system's own is left in charge
+    finally:
+        loading.opencl_driver.cache_clear()
+
+
+@needs_sycl
+def test_memory_that_a_device_lacks_is_named() -> None:
+    """The driver is told that it may hand out a megabyte at once; a norm after a product keeps four."""
+    program = """
+        import torch, xopt
+        weight = torch.ops.xopt.linear_pack(torch.eye(256), dtype=torch.float32)
+        x = torch.ones(4096, 256)
+        with torch.no_grad(), xopt.sycl.device("cpu"):
+            try:
+                torch.ops.xopt.linear_norm(x, weight, 256)
+            except RuntimeError as error:
+                print(error)
+            print(torch.equal(torch.ops.xopt.linear(x, weight, 256), x))
+    """
+    said, next_call = fresh_process.output_of(program, CL_CONFIG_CPU_FORCE_MAX_MEM_ALLOC_SIZE="1MB").splitlines()
+    assert said.startswith("xopt.sycl: ")
+    assert said.endswith(" has no 4194304 bytes of memory left for what an operator keeps meanwhile")
+    assert next_call == "True"
+
+
+@needs_sycl
+@torch.no_grad()
+def test_a_device_without_matrix_units_computes_on_its_vectors() -> None:
+    (found,) = (device for device in sycl.devices() if device.type == "cpu")
+    if found.matrix_shapes:
+        pytest.skip("NOT RUN: products without matrix units, which this device has; tests of other CPUs run them")
+    weight = torch.randn(33, 40)
+    packed = torch.ops.xopt.linear_pack(weight, dtype=torch.float32)
+    x = torch.randn(5, 40)
+    with sycl.device("cpu") as device:
+        assert not any(device.tile(dtype).matrix for dtype in ("bf16", "f16", "f32", "s8", "u8"))
+        assert torch.allclose(torch.ops.xopt.linear(x, packed, 33), x @ weight.t(), atol=1e-4)
+
+
+@needs_sycl
+def test_the_bench_tells_what_building_costs_cold_and_cached(capsys: pytest.CaptureFixture[str]) -> None:
+    print_builds("cpu")
+    cold, cached = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"the 3 programs of BERT compiled: \d+\.\d+ s", cold)
+    assert re.fullmatch(r"the 3 programs of BERT read from disk: \d+\.\d+ s", cached)
 
 
 @needs_sycl

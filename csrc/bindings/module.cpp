@@ -1,4 +1,5 @@
 // Python module xopt._C, free of torch: what the CPU can do, the kernels of this build and the runtime's knobs.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -27,6 +28,7 @@
 #include "runtime/registry.h"
 #include "runtime/trace.h"
 #include "runtime/tuner.h"
+#include "runtime/xpu.h"
 
 namespace py = pybind11;
 
@@ -409,6 +411,9 @@ PYBIND11_MODULE(_C, m) {
   bind_trace(m);
   bind_tuning(m);
   bind_module_guard(m);
+  m.def("set_sycl_loader", &set_sycl_loader, py::arg("loader"),
+        "What loads the SYCL part when an operator is first called on tensors of device xpu; it answers what is "
+        "missing.");
   m.def("set_arena_limit", &set_arena_limit, py::arg("bytes"),
         "For tests: scratch memory a thread may have in use; negative for no limit.");
   m.def("arena_bytes", &arena_bytes, "Bytes that all scratch arenas hold.");

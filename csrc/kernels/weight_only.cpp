@@ -117,9 +117,7 @@ const char* weight_only_header_error(const void* data, int64_t bytes) {
   return nullptr;
 }
 
-CodedWeight::CodedWeight(const void* data) {
-  WeightOnlyHeader header;
-  std::memcpy(&header, data, sizeof(header));
+CodedWeight::CodedWeight(const WeightOnlyHeader& header, const void* data) {
   bits = header.bits;
   n = header.n;
   k = header.k;
@@ -136,7 +134,7 @@ CodedWeight::CodedWeight(const void* data) {
 
 bool pack_weight_only(const WeightOnlyPackCall& call) {
   std::memcpy(call.packed, &call.header, sizeof(call.header));
-  const CodedWeight weight(call.packed);
+  const CodedWeight weight(call.header, call.packed);
   std::atomic<bool> fits{true};
   const int64_t threads = std::clamp<int64_t>(weight.panels, 1, max_threads());
   parallel(static_cast<int>(threads), [&](int thread, int count) {

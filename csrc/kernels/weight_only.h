@@ -43,7 +43,8 @@ const char* weight_only_header_error(const void* data, int64_t bytes);
 
 // Where its parts lie.
 struct CodedWeight {
-  explicit CodedWeight(const void* data);
+  // `data`: with room for the header, which is not looked at.
+  CodedWeight(const WeightOnlyHeader& header, const void* data);
 
   int bits;
   int64_t n, k, group;

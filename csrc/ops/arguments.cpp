@@ -13,7 +13,6 @@ namespace xopt::ops {
 namespace {
 
 constexpr int64_t kMaxDims = 64;
-constexpr int32_t kNoIndex = -1;  // of the CPU as a device
 
 void require(AOTITorchError status, const char* what) {
   if (status != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("xopt: torch failed to ") + what);
@@ -96,7 +95,8 @@ Tensor::Tensor(AtenTensorHandle handle) : handle_(handle) {
       aoti_torch_get_sizes(handle, &sizes) != AOTI_TORCH_SUCCESS ||
       aoti_torch_get_strides(handle, &strides) != AOTI_TORCH_SUCCESS ||
       aoti_torch_get_dtype(handle, &dtype_code_) != AOTI_TORCH_SUCCESS ||
-      aoti_torch_get_device_type(handle, &device_) != AOTI_TORCH_SUCCESS) {
+      aoti_torch_get_device_type(handle, &device_) != AOTI_TORCH_SUCCESS ||
+      (!on_cpu() && aoti_torch_get_device_index(handle, &device_index_) != AOTI_TORCH_SUCCESS)) {
     device_ = -1;
   }
   sizes_ = sizes;
@@ -110,6 +110,7 @@ Tensor& Tensor::operator=(Tensor&& other) noexcept {
   dims_ = other.dims_;
   dtype_code_ = other.dtype_code_;
   device_ = other.device_;
+  device_index_ = other.device_index_;
   return *this;
 }
 
@@ -149,13 +150,22 @@ Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, c
   }
   int64_t bytes = 0;
   if (__builtin_mul_overflow(stride, dtype_size(dtype), &bytes)) throw std::bad_alloc();
-  if (void* kept = keep ? output_alloc(static_cast<size_t>(bytes)) : nullptr) {
-    return adopt(kept, sizes, strides, dims, dtype_to_torch(dtype), [](void* data, void*) { output_free(data); });
+  const Place& device = place();
+  if (void* kept = keep && device.is_cpu() ? output_alloc(static_cast<size_t>(bytes)) : nullptr) {
+    return adopt(kept, sizes, strides, dims, dtype_to_torch(dtype), device,
+                 [](void* data, void*) { output_free(data); });
   }
+  return allocate(sizes, strides, dims, dtype_to_torch(dtype), device);
+}
+
+Tensor Tensor::allocate(const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
+                        const Place& device) {
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(dims, sizes, strides, dtype_to_torch(dtype), torch_codes().cpu, kNoIndex, &handle) !=
+  if (aoti_torch_empty_strided(dims, sizes, strides, dtype_code, device.type, device.index, &handle) !=
       AOTI_TORCH_SUCCESS) {
-    throw std::bad_alloc();
+    if (device.is_cpu()) throw std::bad_alloc();
+    throw std::runtime_error("xopt: torch has no memory left on " + device.text() + " for a tensor of shape " +
+                             list_text(sizes, dims) + " and dtype " + torch_dtype_name(dtype_code));
   }
   return Tensor(handle);
 }
@@ -184,20 +194,43 @@ Tensor Tensor::empty_channels_last(const int64_t* sizes, int64_t dims, DType dty
 
 Tensor Tensor::packed_bytes(int64_t bytes) {
   const int64_t stride = 1;
-  return adopt(weight_alloc(static_cast<size_t>(bytes)), &bytes, &stride, 1, torch_codes().u8,
+  return adopt(weight_alloc(static_cast<size_t>(bytes)), &bytes, &stride, 1, torch_codes().u8, place(),
                [](void* data, void*) { weight_free(data); });
 }
 
 Tensor Tensor::adopt(void* data, const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
-                     void (*deleter)(void*, void*)) {
+                     const Place& device, void (*deleter)(void*, void*), void* context) {
   AtenTensorHandle handle = nullptr;
-  const AOTITorchError status = torch_from_blob(data, dims, sizes, strides, 0, dtype_code, torch_codes().cpu, kNoIndex,
-                                                &handle, aoti_torch_layout_strided(), nullptr, 0, deleter, nullptr);
+  const AOTITorchError status = torch_from_blob(data, dims, sizes, strides, 0, dtype_code, device.type, device.index,
+                                                &handle, aoti_torch_layout_strided(), nullptr, 0, deleter, context);
   if (status != AOTI_TORCH_SUCCESS) {
-    deleter(data, nullptr);
+    deleter(data, context);
     throw std::bad_alloc();
   }
   return Tensor(handle);
+}
+
+namespace {
+
+struct Watched {
+  AtenTensorHandle whole;
+  void (*dropped)(void* data);
+};
+
+void drop_watched(void* data, void* context) {
+  const auto* watched = static_cast<Watched*>(context);
+  watched->dropped(data);
+  aoti_torch_delete_tensor_object(watched->whole);
+  delete watched;
+}
+
+}  // namespace
+
+Tensor Tensor::watched(Tensor whole, void (*dropped)(void* data)) {
+  const int64_t *sizes = whole.sizes_, *strides = whole.strides_;
+  void* data = whole.mutable_data();
+  auto* context = new Watched{std::exchange(whole.handle_, nullptr), dropped};
+  return adopt(data, sizes, strides, whole.dims_, whole.dtype_code_, whole.device(), &drop_watched, context);
 }
 
 Tensor Tensor::copied_to(Tensor copy) const {
@@ -206,6 +239,21 @@ Tensor Tensor::copied_to(Tensor copy) const {
   return copy;
 }
 
+Tensor Tensor::copied_in_rows(const Place& device) const {
+  int64_t strides[kMaxDims] = {1};
+  int64_t stride = 1;
+  for (int64_t dim = dims_ - 1; dim >= 0; --dim) {
+    strides[dim] = stride;
+    stride *= sizes_[dim] > 1 ? sizes_[dim] : 1;
+  }
+  return copied_to(allocate(sizes_, strides, dims_, dtype_code_, device));
+}
+
+Tensor Tensor::first(int64_t count) const {
+  return adopt(mutable_data(), &count, strides_, 1, dtype_code_, device(), [](void*, void*) {});
+}
+Tensor Tensor::host_copy() const { return copied_in_rows({torch_codes().cpu, -1, {}}); }
+Tensor Tensor::placed_copy() const { return copied_in_rows(place()); }
 Tensor Tensor::contiguous_copy() const { return contiguous_copy(sizes_, dims_); }
 Tensor Tensor::contiguous_copy(const int64_t* sizes, int64_t dims) const {
   return copied_to(empty(sizes, dims, copied_dtype()));

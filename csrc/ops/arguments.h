@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops/place.h"
 #include "tiles/types.h"
 
 namespace xopt::ops {
@@ -28,6 +29,7 @@ struct TorchCodes {
   int32_t u8 = aoti_torch_dtype_uint8();
   int32_t s32 = aoti_torch_dtype_int32();
   int32_t cpu = aoti_torch_device_type_cpu();
+  int32_t xpu = aoti_torch_device_type_xpu();
 };
 inline const TorchCodes& torch_codes() {
   static const TorchCodes codes;
@@ -48,7 +50,7 @@ class Tensor {
   Tensor& operator=(Tensor&& other) noexcept;
   ~Tensor();
 
-  // A new tensor of this shape in contiguous layout, uninitialised.
+  // A new tensor of this shape in contiguous layout, uninitialised, where the operator's tensors lie.
   static Tensor empty(const int64_t* sizes, int64_t dims, DType dtype);
   // The same for a weight: the memory of what is made once is not kept when it is freed.
   static Tensor empty_weight(const int64_t* sizes, int64_t dims, DType dtype);
@@ -56,9 +58,14 @@ class Tensor {
   static Tensor empty_channels_last(const int64_t* sizes, int64_t dims, DType dtype);
   // uint8 [bytes] in memory of weight_alloc, for a packed weight.
   static Tensor packed_bytes(int64_t bytes);
+  // The same elements as `whole`, whose memory it keeps; when that is dropped, `dropped` is told where it was.
+  static Tensor watched(Tensor whole, void (*dropped)(void* data));
   Tensor contiguous_copy() const;
   Tensor contiguous_copy(const int64_t* sizes, int64_t dims) const;  // broadcast to this shape
   Tensor channels_last_copy() const;
+  Tensor first(int64_t count) const;  // of one dimension: its first elements, in the same memory
+  Tensor host_copy() const;           // on the CPU; waits where the tensor lies on another device
+  Tensor placed_copy() const;         // contiguous, where the operator's tensors lie
 
   explicit operator bool() const { return handle_ != nullptr; }
   int64_t dims() const { return dims_; }
@@ -69,6 +76,8 @@ class Tensor {
   int64_t numel() const;
   int32_t dtype_code() const { return dtype_code_; }
   bool requires_grad() const;  // slow; to be asked under grad mode only
+  Place device() const { return {device_, device_index_, {}}; }
+  bool is_in(const Place& place) const { return device_ == place.type && (device_index_ == place.index || on_cpu()); }
   bool on_cpu() const { return device_ == torch_codes().cpu; }
   const void* data() const;
   void* mutable_data() const;
@@ -79,7 +88,10 @@ class Tensor {
 
  private:
   static Tensor adopt(void* data, const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
-                      void (*deleter)(void* data, void* context));
+                      const Place& device, void (*deleter)(void* data, void* context), void* context = nullptr);
+  static Tensor allocate(const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
+                         const Place& device);
+  Tensor copied_in_rows(const Place& device) const;
   static Tensor empty_in_rows(const int64_t* sizes, int64_t dims, DType dtype, bool keep);
   static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order, bool keep = true);
   Tensor copied_to(Tensor copy) const;
@@ -91,6 +103,7 @@ class Tensor {
   int64_t dims_ = 0;
   int32_t dtype_code_ = 0;
   int32_t device_ = 0;
+  int32_t device_index_ = -1;
 };
 
 // An owned `str` argument.

@@ -40,7 +40,7 @@ void check_dims(const char* name, const Tensor& tensor, const char* rows, const 
 DType check_heads(const AttentionArguments& arguments, AttentionCall* call) {
   const Tensor &query = arguments.query, &key = arguments.key, &value = arguments.value;
   const Checked checked[] = {{kOp, "query", query}, {kOp, "key", key}, {kOp, "value", value}};
-  for (const Checked& one : checked) one.cpu();
+  for (const Checked& one : checked) one.in_place();
   const DType dtype = checked[0].dtype(kFloating);
   checked[1].dtype({dtype});
   checked[2].dtype({dtype});
@@ -83,7 +83,7 @@ AttentionMask mask_view(const Tensor& mask, const AttentionCall& call) {
   AttentionMask view;
   if (!mask) return view;
   const Checked checked{kOp, "mask", mask};
-  checked.cpu();
+  checked.in_place();
   view.kind = mask_kind(mask);
   const int64_t wanted[] = {call.batch, call.heads * call.group, call.queries, call.keys};
   int64_t* strides[] = {&view.batch_stride, &view.head_stride, &view.row_stride, &view.column_stride};
@@ -158,5 +158,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("attention", &attention); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("attention", &on_xpu<attention>); }
 
 }  // namespace xopt::ops

@@ -29,9 +29,15 @@ struct Checked {
   [[noreturn, gnu::noinline, gnu::cold]] void fail(const Parts&... parts) const {
     ops::fail(op, name, parts...);
   }
-  void cpu() const {
-    if (!tensor.on_cpu()) fail("expected a tensor on the CPU, got one on another device");
+  // That it lies where the call's first tensor does.
+  void in_place() const {
+    const Place& here = place();
+    if (!here.problem.empty()) fail(here.problem);
+    if (tensor.is_in(here)) return;
+    fail("expected a tensor on ", here.text(), ", got one on ", tensor.device().text());
   }
+  // The same, of operators that compute on the CPU only.
+  void cpu() const { in_place(); }
   // The dtype, which must be one of `allowed`.
   DType dtype(std::initializer_list<DType> allowed) const {
     for (const DType candidate : allowed) {

@@ -41,12 +41,13 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
                      {kOp, "other", arguments.after.fused.other}});
   const ConvLayout layout = weight_layout(arguments);
   check_conv_input(kOp, input, layout.dims, layout.group_in, layout.groups);
-  check_conv_packed(kOp, packed_header(kOp, arguments.packed), layout);
+  const PackedHeader header = packed_header(kOp, arguments.packed);
+  check_conv_packed(kOp, header, layout);
   ConvCall call{arguments.geometry.view(kOp, input, layout),
                 input.size(0),
                 layout.products(),
                 layout.product_columns(),
-                PackedWeight(arguments.packed.data()),
+                PackedWeight(header, arguments.packed.data()),
                 {}};
   arguments.after.set(kOp, input, layout.out, &call.epilogue);
   return_tensor(stack, 0, run_into_images(kOp, &input, &arguments.bias, &arguments.after.fused, layout, &call));
@@ -60,5 +61,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("conv", &conv); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("conv", &on_xpu<conv>); }
 
 }  // namespace xopt::ops

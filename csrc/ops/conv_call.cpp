@@ -39,7 +39,7 @@ bool is_product(const PatchesView& view, const ConvLayout& layout) {
 void set_residual(const char* op, Tensor* other, const int64_t* sizes, int64_t dims, Epilogue* epilogue) {
   if (!*other) return;
   const Checked checked{op, "other", *other};
-  checked.cpu();
+  checked.in_place();
   epilogue->other_dtype = checked.dtype(kFloating);
   bool same = other->dims() == dims;
   for (int64_t dim = 0; same && dim < dims; ++dim) same = other->size(dim) == sizes[dim];
@@ -71,7 +71,7 @@ bool takes_any_layout(const ConvCall& call, const ConvLayout& layout) {
 void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups,
                       std::initializer_list<DType> dtypes) {
   const Checked checked{op, "input", input};
-  checked.cpu();
+  checked.in_place();
   checked.dtype(dtypes);
   if (input.dims() != dims + 2) {
     checked.fail("expected ", dims + 2, " dimensions [images, channels, spatial...] for this weight, got shape ",

@@ -212,5 +212,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("conv_chain", &conv_chain); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("conv_chain", &on_xpu<conv_chain, First::list>); }
 
 }  // namespace xopt::ops

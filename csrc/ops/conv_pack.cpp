@@ -141,5 +141,11 @@ STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
   library.impl("conv_pack_int8", &conv_pack_int8);
   library.impl("conv_unpack_int8", &conv_unpack_int8);
 }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
+  library.impl("conv_pack", &on_host<conv_pack, 'T'>);
+  library.impl("conv_unpack", &on_host<conv_unpack, 'T'>);
+  library.impl("conv_pack_int8", &on_host<conv_pack_int8, 'T', 'T', 'O'>);
+  library.impl("conv_unpack_int8", &on_host<conv_unpack_int8, 'T'>);
+}
 
 }  // namespace xopt::ops

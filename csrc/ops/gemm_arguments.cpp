@@ -2,10 +2,10 @@
 #include "ops/gemm_arguments.h"
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "ops/tuned.h"
+#include "ops/xpu_weights.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -78,7 +78,7 @@ bool collapse_rows(const int64_t* sizes, const int64_t* strides, int64_t dims, R
 
 void check_packed_bytes(const Checked& checked) {
   const Tensor& packed = checked.tensor;
-  checked.cpu();
+  checked.in_place();
   checked.dtype({DType::u8});
   if (packed.dims() != 1 || (packed.size(0) > 1 && packed.stride(0) != 1)) {
     checked.fail("expected a contiguous tensor of one dimension, as made by linear_pack, got shape ",
@@ -96,31 +96,29 @@ void check_packed_alignment(const Checked& checked) {
 
 namespace {
 
-PackedHeader aligned_header(const Checked& checked) {
-  check_packed_alignment(checked);
-  PackedHeader header;
-  std::memcpy(&header, checked.tensor.data(), sizeof(header));
-  return header;
-}
+constexpr int64_t kHeaderBytes = sizeof(PackedHeader);
 
 }  // namespace
 
 PackedHeader packed_header(const char* op, const Tensor& packed) {
   const Checked checked{op, "packed", packed};
   check_packed_bytes(checked);
-  if (const char* error = packed_header_error(packed.data(), packed.size(0))) {
+  const PackedHeader header = packed.size(0) < kHeaderBytes ? PackedHeader{} : header_of<PackedHeader>(packed);
+  if (const char* error = packed_header_error(&header, packed.size(0))) {
     checked.fail("expected a packed weight, as made by linear_pack, but ", error, " (", packed.size(0), " bytes)");
   }
-  return aligned_header(checked);
+  check_packed_alignment(checked);
+  return header;
 }
 
 PackedHeader first_packed_header(const char* op, const Tensor& packed) {
   const Checked checked{op, "packed", packed};
   check_packed_bytes(checked);
-  if (packed.size(0) < static_cast<int64_t>(sizeof(PackedHeader))) {
+  if (packed.size(0) < kHeaderBytes) {
     checked.fail("expected a packed weight, got ", packed.size(0), " bytes, which is less than a header");
   }
-  return aligned_header(checked);
+  check_packed_alignment(checked);
+  return header_of<PackedHeader>(packed);
 }
 
 namespace {
@@ -152,7 +150,7 @@ PackedWeight packed_weight(const char* op, const Tensor& packed, WeightKind kind
   if (header.n != out_features) {
     fail(op, "out_features", "expected ", header.n, ", the packed weight's, got ", out_features);
   }
-  return PackedWeight(packed.data());
+  return PackedWeight(header, packed.data());
 }
 
 PackedWeight packed_columns(const char* op, const Tensor& packed, WeightKind kind, int64_t first, int64_t count,
@@ -167,12 +165,12 @@ PackedWeight packed_columns(const char* op, const Tensor& packed, WeightKind kin
     fail(op, "out_features", "expected ", rest, ", the packed weight's from column ", first,
          " on, or fewer in a multiple of ", kPanelColumns, ", got ", count);
   }
-  return PackedWeight(packed.data()).columns(first, count);
+  return PackedWeight(header, packed.data()).columns(first, count);
 }
 
 int64_t input_features(const char* op, const Tensor& input) {
   const Checked checked{op, "input", input};
-  checked.cpu();
+  checked.in_place();
   if (input.dims() < 1 || input.dims() > kMaxDims) {
     checked.fail("expected 1 to ", kMaxDims, " dimensions, got ", input.dims());
   }
@@ -215,7 +213,7 @@ Tensor empty_output(const char* op, const Tensor& input, int64_t out_features, D
 ColumnVector column_vector(const char* op, const char* name, Tensor* tensor, int64_t out_features) {
   if (!*tensor) return {};
   const Checked checked{op, name, *tensor};
-  checked.cpu();
+  checked.in_place();
   const DType dtype = checked.dtype(kFloating);
   checked.shape({out_features});
   if (out_features > 1 && tensor->stride(0) != 1) *tensor = tensor->contiguous_copy();
@@ -226,7 +224,7 @@ void set_other(const char* op, const char* name, Tensor* other, const Tensor& in
                bool row_allowed, Epilogue* epilogue) {
   if (!*other) return;
   const Checked checked{op, name, *other};
-  checked.cpu();
+  checked.in_place();
   epilogue->other_dtype = checked.dtype(kFloating);
   const bool is_row = row_allowed && other->dims() == 1 && other->size(0) == out_features;
   if (!is_row && !is_output_shape(*other, input, out_features)) {

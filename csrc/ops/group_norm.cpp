@@ -48,7 +48,7 @@ void group_norm(StableIValue* stack, uint64_t, uint64_t) {
   Tensor& input = arguments.input;
   const Checked checked{kOp, "input", input};
   check_no_gradient({checked, {kOp, "weight", arguments.weight}, {kOp, "bias", arguments.bias}});
-  checked.cpu();
+  checked.in_place();
   GroupNormCall call{};
   call.dtype = checked.dtype(kFloating);
   if (input.dims() < 3 || input.dims() > 5) {
@@ -87,5 +87,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("group_norm", &group_norm); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("group_norm", &on_xpu<group_norm>); }
 
 }  // namespace xopt::ops

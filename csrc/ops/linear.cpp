@@ -182,5 +182,10 @@ STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
   library.impl("linear_gated", &linear_gated);
   library.impl("linear_norm", &linear_norm);
 }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
+  library.impl("linear", &on_xpu<linear>);
+  library.impl("linear_gated", &on_xpu<linear_gated>);
+  library.impl("linear_norm", &on_xpu<linear_norm>);
+}
 
 }  // namespace xopt::ops

@@ -42,7 +42,7 @@ NormArguments rms_norm_arguments(Stack stack) {
 
 RowsView residual_view(const char* op, Tensor* residual, const Tensor& input) {
   const Checked checked{op, "residual", *residual};
-  checked.cpu();
+  checked.in_place();
   bool same = residual->dims() == input.dims();
   for (int64_t dim = 0; same && dim < input.dims(); ++dim) same = residual->size(dim) == input.size(dim);
   if (!same) checked.fail("expected the input's shape ", input.shape_text(), ", got ", residual->shape_text());
@@ -103,6 +103,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
   library.impl("layer_norm", &layer_norm);
   library.impl("rms_norm", &rms_norm);
+}
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
+  library.impl("layer_norm", &on_xpu<layer_norm>);
+  library.impl("rms_norm", &on_xpu<rms_norm>);
 }
 
 }  // namespace xopt::ops

@@ -179,5 +179,13 @@ STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
   library.impl("linear_unpack_gated", &linear_unpack_gated);
   library.impl("linear_unpack_int8", &linear_unpack_int8);
 }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
+  library.impl("linear_pack", &on_host<linear_pack, 'T', '.'>);
+  library.impl("linear_pack_gated", &on_host<linear_pack_gated, 'T', 'T', '.'>);
+  library.impl("linear_pack_int8", &on_host<linear_pack_int8, 'T', 'T', 'O'>);
+  library.impl("linear_unpack", &on_host<linear_unpack, 'T'>);
+  library.impl("linear_unpack_gated", &on_host<linear_unpack_gated, 'T'>);
+  library.impl("linear_unpack_int8", &on_host<linear_unpack_int8, 'T'>);
+}
 
 }  // namespace xopt::ops

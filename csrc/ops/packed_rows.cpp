@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops/gemm_arguments.h"
+#include "runtime/registry.h"
 
 namespace xopt::ops {
 namespace {
@@ -48,6 +49,7 @@ void packed_rows(StableIValue* stack, uint64_t, uint64_t) {
   if (header.n != out_features) fail(kOp, "out_features", "expected ", header.n, ", got ", out_features);
   if (header.k != in_features) fail(kOp, "in_features", "expected ", header.k, ", got ", in_features);
   Checked{kOp, "indices", indices}.cpu();
+  if (Offload* offload = current_offload()) offload->find(kOp, "f32");  // it has none, and keeps count
   const bool wide = indices.dtype_code() == aoti_torch_dtype_int64();
   if (!wide && indices.dtype_code() != torch_codes().s32) {
     fail(kOp, "indices", "expected dtype int64 or int32, got ", torch_dtype_name(indices.dtype_code()));

@@ -88,7 +88,7 @@ void pool(StableIValue* stack, uint64_t, uint64_t) {
   Tensor& input = arguments.input;
   const Checked checked{kOp, "input", input};
   check_no_gradient({checked});
-  checked.cpu();
+  checked.in_place();
   const DType dtype = checked.dtype(kFloating);
   if (input.dims() < 3 || input.dims() > 5) {
     checked.fail("expected 3 to 5 dimensions [images, channels, spatial...], got shape ", input.shape_text());
@@ -114,5 +114,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("pool", &pool); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("pool", &on_xpu<pool>); }
 
 }  // namespace xopt::ops

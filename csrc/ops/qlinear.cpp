@@ -80,5 +80,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("qlinear", &qlinear); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("qlinear", &on_xpu<qlinear>); }
 
 }  // namespace xopt::ops

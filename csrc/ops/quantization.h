@@ -9,7 +9,7 @@ namespace xopt::ops {
 
 // Whether a parameter is one value for all; its place and dtype are checked.
 inline bool is_single_parameter(const Checked& checked, DType dtype) {
-  checked.cpu();
+  checked.in_place();
   checked.dtype({dtype});
   return checked.tensor.dims() <= 1 && checked.tensor.numel() == 1;
 }

@@ -12,7 +12,7 @@ constexpr const char* kHeads = "batch, heads, positions, depth";
 constexpr const char* kAngles = "batch, positions, rotated columns";
 
 void check_dims(const Checked& checked, int64_t dims, const char* names) {
-  checked.cpu();
+  checked.in_place();
   if (checked.tensor.dims() != dims) checked.fail("expected [", names, "], got shape ", checked.tensor.shape_text());
 }
 
@@ -90,5 +90,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("rotary", &rotary); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("rotary", &on_xpu<rotary>); }
 
 }  // namespace xopt::ops

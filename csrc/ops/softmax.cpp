@@ -40,5 +40,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("softmax", &softmax); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("softmax", &on_xpu<softmax>); }
 
 }  // namespace xopt::ops

@@ -80,7 +80,7 @@ void upsample(StableIValue* stack, uint64_t, uint64_t) {
   Tensor& input = arguments.input;
   const Checked checked{kOp, "input", input};
   check_no_gradient({checked});
-  checked.cpu();
+  checked.in_place();
   const DType dtype = checked.dtype(kFloating);
   const int64_t dims = input.dims() - 2;
   if (dims < 1 || dims > 3) {
@@ -129,5 +129,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("upsample", &upsample); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("upsample", &on_xpu<upsample>); }
 
 }  // namespace xopt::ops

@@ -2,10 +2,9 @@
 // k, as GPTQ, AWQ and round-to-nearest make them.
 #include "kernels/weight_only.h"
 
-#include <cstring>
-
 #include "ops/gemm_arguments.h"
 #include "ops/tuned.h"
+#include "ops/xpu_weights.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -30,7 +29,7 @@ struct PackArguments {
 // [rows, groups], contiguous.
 const void* group_values(const char* op, const char* name, Tensor* values, DType dtype, int64_t rows, int64_t groups) {
   const Checked checked{op, name, *values};
-  checked.cpu();
+  checked.in_place();
   checked.dtype({dtype});
   checked.shape({rows, groups});
   const bool dense = (groups <= 1 || values->stride(1) == 1) && (rows <= 1 || values->stride(0) == groups);
@@ -43,7 +42,7 @@ void linear_pack_weight_only(StableIValue* stack, uint64_t, uint64_t) {
   PackArguments arguments{Stack(stack)};
   const Tensor& weight = arguments.weight;
   const Checked checked{kOp, "weight", weight};
-  checked.cpu();
+  checked.in_place();
   checked.dtype({DType::s8});
   if (weight.dims() != 2) {
     checked.fail("expected two dimensions [out_features, in_features], got shape ", weight.shape_text());
@@ -100,12 +99,12 @@ struct Arguments {
 WeightOnlyHeader checked_header(const Tensor& packed, int64_t out_features, int64_t in_features) {
   const Checked checked{kOp, "packed", packed};
   check_packed_bytes(checked);
-  if (const char* error = weight_only_header_error(packed.data(), packed.size(0))) {
+  const auto size = static_cast<int64_t>(sizeof(WeightOnlyHeader));
+  const auto header = packed.size(0) < size ? WeightOnlyHeader{} : header_of<WeightOnlyHeader>(packed);
+  if (const char* error = weight_only_header_error(&header, packed.size(0))) {
     checked.fail("expected a weight as made by linear_pack_weight_only, but ", error, " (", packed.size(0), " bytes)");
   }
   check_packed_alignment(checked);
-  WeightOnlyHeader header;
-  std::memcpy(&header, packed.data(), sizeof(header));
   if (header.k != in_features) {
     fail(kOp, "input", "expected a last dimension of ", header.k, ", the packed weight's in_features, got ",
          in_features);
@@ -145,7 +144,7 @@ void linear_weight_only(StableIValue* stack, uint64_t, uint64_t) {
     fail(kOp, "packed", "in the input's dtype it is more than fits in memory");
   }
   WeightOnlyCall call{{input_rows(input), rows, PackedWeight(decoded, nullptr), {}},
-                      CodedWeight(arguments.packed.data())};
+                      CodedWeight(header, arguments.packed.data())};
   Epilogue& epilogue = call.gemm.epilogue;
   arguments.fused.set(kOp, &epilogue);
   if (gated && epilogue.binary != Binary::none) fail(kOp, "binary", "expected 'none' for a gated pair of weights");
@@ -176,6 +175,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
   library.impl("linear_pack_weight_only", &linear_pack_weight_only);
   library.impl("linear_weight_only", &linear_weight_only);
+}
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
+  library.impl("linear_pack_weight_only", &on_host<linear_pack_weight_only, 'T', 'T', 'O'>);
+  library.impl("linear_weight_only", &on_xpu<linear_weight_only>);
 }
 
 }  // namespace xopt::ops

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "sycl/stream.h"
+#include "sycl/torch_queue.h"
 
 namespace py = pybind11;
 
@@ -40,7 +41,7 @@ Stream* open_stream(size_t device, const std::string& cache_folder,
   if (device >= devices.size()) throw py::index_error("there is no SYCL device " + std::to_string(device));
   std::optional<TileShape> forced;
   if (tile) forced = TileShape{std::get<0>(*tile), std::get<1>(*tile), std::get<2>(*tile)};
-  return new Stream(devices[device], cache_folder, forced, waits);
+  return new Stream(devices[device], cache_folder, forced, waits ? Waits::each_operator : Waits::at_synchronize);
 }
 
 py::dict build_counts(const Stream& stream) {
@@ -99,6 +100,11 @@ PYBIND11_MODULE(_sycl, m) {
       },
       py::arg("rows"), py::arg("columns"), py::arg("depth"),
       "Sources and options of all that a GPU with matrix units of this tile (of bf16) would build.");
+  m.def("serve_torch", &serve_torch, py::arg("cache_folder"),
+        "Runs operators on tensors of device xpu, on torch's queues, from now on.");
+  m.def("synchronizations_on_torch_queues", &synchronizations_on_torch_queues,
+        "How often the host has waited for a queue of torch's.");
+  m.def("calls_left_to_cpu", &calls_left_to_cpu, "How often a device lacked a kernel, whose CPU form ran instead.");
   m.def("calls", &kernel_calls, "How often each kernel was run on a device in this process.");
 }
 

@@ -1,6 +1,8 @@
 // Kernels "conv" and "conv_depthwise" on a device. See kernels/conv.h, device/conv.sycl and device/conv_depthwise.sycl.
 #include "kernels/conv.h"
 
+#include <stdexcept>
+
 #include "sycl/product.h"
 
 namespace xopt::sycl_device {
@@ -8,6 +10,12 @@ namespace {
 
 void convolution(DType dtype, const ConvCall& call) {
   Stream& stream = Stream::current();
+  if (call.weight.k > INT32_MAX) {
+    throw std::runtime_error(
+        "xopt::conv: packed: expected at most 2147483647 channels and positions of a kernel in "
+        "all on a SYCL device, got " +
+        std::to_string(call.weight.k));
+  }
   const int64_t rows = call.images * output_positions(call.input);
   if (rows > 0 && call.product_columns > 0 && call.products > 0) {
     launch_product(stream, "conv", dtype, call, rows, ceil_div(call.product_columns, kPanelColumns), call.products);

@@ -104,7 +104,12 @@ void prepare_runtime(const std::string& opencl_driver) {
   if (cpu_features().amx_bf16 && !cpu_features().emulated) {
     setenv("CL_CONFIG_CPU_TARGET_ARCH", "sapphirerapids", kKeepTheUsers);
   }
-  pthread_atfork(nullptr, nullptr, &forbid_after_fork);
+}
+
+void mark_started() {
+  static const int registered = pthread_atfork(nullptr, nullptr, &forbid_after_fork);
+  (void)registered;
+  started = true;
 }
 
 void require_usable() {
@@ -117,7 +122,7 @@ void require_usable() {
 
 const std::vector<sycl::device>& all_devices() {
   require_usable();
-  started = true;
+  mark_started();
   // Never destroyed: SYCL objects of static storage outlive the runtime that they need.
   static const auto* devices = [] {
     auto* found = new std::vector<sycl::device>;

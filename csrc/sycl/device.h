@@ -32,6 +32,9 @@ struct TileShape {
 // (empty: it is left to the system), and the CPU to compile for. Has to come before anything else; does nothing later.
 void prepare_runtime(const std::string& opencl_driver);
 
+// The runtime is in use from now on: a process that is forked later cannot use it.
+void mark_started();
+
 // Throws in a process that was forked after the runtime had started.
 void require_usable();
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -43,7 +44,21 @@ std::optional<TileShape> best_tile(const DeviceFacts& facts, DType dtype) {
   return best;
 }
 
+struct LeftToCpu {
+  std::mutex mutex;
+  std::map<std::string, int64_t> calls;
+};
+LeftToCpu& left_to_cpu() {
+  static auto* const all = new LeftToCpu;
+  return *all;
+}
+
 }  // namespace
+
+std::map<std::string, int64_t> calls_left_to_cpu() {
+  const std::lock_guard<std::mutex> lock(left_to_cpu().mutex);
+  return left_to_cpu().calls;
+}
 
 KernelRecord*& first_sycl_kernel() {
   static KernelRecord* head = nullptr;
@@ -72,14 +87,25 @@ Options Tiling::options(DType dtype) const {
           build_option("SUBGROUPS", sub_groups)};
 }
 
-Stream::Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced, bool waits)
-    : context_(device),
-      queue_(context_, device, sycl::property_list{sycl::property::queue::in_order()}),
-      facts_(facts_of(device)),
-      programs_(context_, device, cache_folder),
+Stream::Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced,
+               Waits waits)
+    : Stream({sycl::context(device), device, sycl::property_list{sycl::property::queue::in_order()}}, cache_folder,
+             forced, waits) {}
+
+Stream::Stream(const sycl::queue& queue, const std::string& cache_folder)
+    : Stream(queue, cache_folder, std::nullopt, Waits::never) {}
+
+Stream::Stream(sycl::queue queue, const std::string& cache_folder, std::optional<TileShape> forced, Waits waits)
+    : queue_(std::move(queue)),
+      context_(queue_.get_context()),
+      facts_(facts_of(queue_.get_device())),
+      programs_(context_, queue_.get_device(), cache_folder),
       forced_(forced),
       waits_(waits),
-      is_cpu_(device.is_cpu()) {
+      is_cpu_(queue_.get_device().is_cpu()) {
+  if (!queue_.is_in_order()) {
+    throw std::runtime_error("xopt.sycl: queue: expected one that is in order, got another on " + facts_.name);
+  }
   const auto& sizes = facts_.sub_group_sizes;
   if (sizes.empty()) throw std::runtime_error("xopt.sycl: " + facts_.name + " has no sub-groups");
   const bool usual = std::find(sizes.begin(), sizes.end(), kVectorLanes) != sizes.end();
@@ -90,7 +116,13 @@ KernelRecord* Stream::find(const char* name, const char* dtype) {
   for (KernelRecord* record = first_sycl_kernel(); record != nullptr; record = record->next) {
     if (std::strcmp(record->name, name) == 0 && std::strcmp(record->dtype, dtype) == 0) return record;
   }
-  if (!waits_) synchronize();  // the CPU reads what kernels may still be writing
+  if (waits_ == Waits::never) {
+    throw std::runtime_error(std::string("xopt: tensors on xpu: kernel '") + name + "' of " + dtype +
+                             " runs on the CPU only");
+  }
+  if (waits_ == Waits::at_synchronize) synchronize();  // the CPU reads what kernels may still be writing
+  const std::lock_guard<std::mutex> lock(left_to_cpu().mutex);
+  ++left_to_cpu().calls[std::string(name) + " " + dtype];
   return nullptr;
 }
 
@@ -108,8 +140,8 @@ const Tiling& Stream::tiling(DType dtype) {
 
 void* Stream::scratch(int64_t bytes) {
   if (bytes <= scratch_bytes_) return scratch_;
-  synchronize();  // what runs may still use the old one
-  if (scratch_ != nullptr) sycl::free(scratch_, context_);
+  // What runs may still use the old one.
+  if (scratch_ != nullptr) held_.emplace_back([this, old = scratch_] { sycl::free(old, context_); });
   scratch_ = sycl::malloc_device(static_cast<size_t>(bytes), queue_);
   scratch_bytes_ = scratch_ == nullptr ? 0 : bytes;
   if (scratch_ == nullptr) {

@@ -1,7 +1,8 @@
 // A device with a queue: what runs an operator's kernels in place of the CPU while it is a thread's offload.
 //
 // The queue is in order, so kernels of one operator and of the next need no events between them. On tensors of the CPU
-// an operator waits for its result, since what reads it next may be torch; otherwise nothing waits until synchronize().
+// an operator waits for its result, since what reads it next may be torch; unless the caller does so by synchronize(). On
+// a queue of torch's nothing ever waits: what torch does with the result comes after it on the same queue.
 #pragma once
 
 #include <deque>
@@ -58,16 +59,25 @@ inline Options attention_options(const Tiling& tiling, DType dtype, int64_t loca
   return options;
 }
 
+// Whose tensors a stream's kernels work on, and so who waits for them.
+enum class Waits : uint8_t {
+  each_operator,   // tensors of the CPU, which torch may read at once
+  at_synchronize,  // the same, but their user waits; until then what kernels use is held
+  never,           // tensors of device xpu, which torch only uses on the same queue
+};
+
 class Stream final : public Offload {
  public:
   // `forced`: a tile's rows, columns and depth (of bf16), in place of the device's best.
-  Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced, bool waits);
+  Stream(const sycl::device& device, const std::string& cache_folder, std::optional<TileShape> forced, Waits waits);
+  // On a queue of torch's.
+  Stream(const sycl::queue& queue, const std::string& cache_folder);
 
   // The stream that the calling thread runs kernels on. Only to be called by them.
   static Stream& current() { return static_cast<Stream&>(*current_offload()); }
 
   KernelRecord* find(const char* name, const char* dtype) override;
-  bool is_asynchronous() const override { return !waits_; }
+  bool is_asynchronous() const override { return waits_ == Waits::at_synchronize; }
   void hold(void* object, void (*drop)(void*)) override {
     held_.emplace_back([=] { drop(object); });
   }
@@ -104,7 +114,7 @@ class Stream final : public Offload {
   const void* keep(const void* data, size_t bytes);
   // At the end of an operator.
   void finish() {
-    if (waits_) return synchronize();
+    if (waits_ == Waits::each_operator) return synchronize();
     drop_what_is_done();
   }
   void synchronize();
@@ -116,14 +126,17 @@ class Stream final : public Offload {
   BuildCounts builds() const { return programs_.counts(); }
 
  private:
-  sycl::context context_;
+  Stream(sycl::queue queue, const std::string& cache_folder, std::optional<TileShape> forced, Waits waits);
+
   sycl::queue queue_;
+  sycl::context context_;
   DeviceFacts facts_;
   ProgramCache programs_;
   std::map<std::pair<std::string, std::string>, sycl::kernel> kernels_;
   std::map<DType, Tiling> tilings_;
   std::optional<TileShape> forced_;
-  bool waits_, is_cpu_;
+  Waits waits_;
+  bool is_cpu_;
   int lanes_;
   void* scratch_ = nullptr;
   int64_t scratch_bytes_ = 0;
@@ -139,6 +152,9 @@ class Stream final : public Offload {
   void drop_what_is_done();
   static void drop(Drops* held);
 };
+
+// How often kernels that streams lack were asked for, by "name dtype": the CPU ran its own instead.
+std::map<std::string, int64_t> calls_left_to_cpu();
 
 // The kernels that streams have; a source registers its own.
 KernelRecord*& first_sycl_kernel();

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from xopt import _C
 from xopt.config import Config
 from xopt.modules.block import PROGRAMS, Programs
-from xopt.modules.root import tuning_of
+from xopt.modules.root import left_to_cpu_of, tuning_of
 from xopt.tuning import Tuned
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class Report:
     fusions: tuple[Fusion, ...] = ()
     defaults: tuple[str, ...] = ()
     """The instances that run what is not tuned: "gemm[bf16] amx"."""
+    left_to_cpu: tuple[str, ...] = ()
+    """With backend "sycl": kernels that the device lacks, and the CPU has run so far: "recurrent_gates f32"."""
     tuned: tuple[Tuned, ...] = ()
     """The calls that were tuned, or looked at and left to the heuristics (`xopt.tune`)."""
     multiply_adds: tuple[tuple[str, int], ...] = ()
@@ -155,6 +157,8 @@ class Report:
             console.print("Blocks are fused when they are first called, or by optimize(..., sample_input=...).")
         if self.defaults:
             console.print(f"Instances: {', '.join(self.defaults)}.")
+        if self.left_to_cpu:
+            console.print(f"On the CPU, since SYCL devices have no such kernel: {', '.join(self.left_to_cpu)}.")
         if self.tuned:
             left = sum(each.is_default for each in self.tuned)
             console.print(f"Of {len(self.tuned)} shapes that were tuned, {left} were left to the heuristics.")
@@ -190,7 +194,8 @@ def report(model: nn.Module, sample_input: Any = None) -> Report:
         found,
         multiply_adds=multiply_adds,
         fusions=tuple(_fusions(model)),
-        defaults=tuple(_default_instances(found.entries)),
+        defaults=tuple(_default_instances(found.entries)) if _runs_on_cpu(model, found.config) else (),
+        left_to_cpu=left_to_cpu_of(model),
         tuned=tuning.used if tuning is not None else (),
     )
 
@@ -215,6 +220,10 @@ def _multiply_adds(model: nn.Module, sample_input: Any) -> Iterator[tuple[str, i
             model(*args, **kwargs)
     for op, flop in counter.get_flop_counts().get("Global", {}).items():
         yield str(op), flop // 2
+
+
+def _runs_on_cpu(model: nn.Module, config: Config) -> bool:
+    return config.backend == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def _default_instances(entries: tuple[Entry, ...]) -> Iterator[str]:

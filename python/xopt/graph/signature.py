@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
+from xopt.graph.autocast import autocast_dtype
+
 _CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+_CPU, _XPU = torch.device("cpu"), torch.device("xpu")
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 # By class: what of an object a recorded graph takes for granted, hashable. Integrations fill it.
 opaque_states: dict[type, Callable[[Any], Any]] = {}
@@ -21,7 +24,7 @@ opaque_states: dict[type, Callable[[Any], Any]] = {}
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """A hashable key, and the values that are no part of it, in order."""
     values: list[Any] = []
-    key: list[Any] = [torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None]
+    key: list[Any] = [autocast_dtype(_CPU), autocast_dtype(_XPU)]
     for value in args:
         _flatten(value, key, values)
     for name, value in kwargs.items():

@@ -41,6 +41,7 @@ class PackedExperts(Replacement, PackedState):
 
     source: ClassVar[type[nn.Module]] = Experts
     switch: ClassVar[str] = "weights_prepack"
+    on_cpu_only: ClassVar[bool] = True
 
     @classmethod
     def why_not(cls, module: Any, context: Context) -> str | None:

@@ -11,6 +11,8 @@ from torch.fx import Graph
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.autocast import autocast_dtype
+from xopt.modules.base import has_kernels
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, shape_of, step
 from xopt.modules.substitute import in_place_of
 from xopt.ops.fakes import FLOATING
@@ -23,7 +25,7 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
     dtype = query.dtype
     if query.ndim != 4 or dtype not in FLOATING or key.dtype != dtype or value.dtype != dtype:
         return False
-    if query.device.type != "cpu" or key.shape[0] != query.shape[0] or key.shape[:3] != value.shape[:3]:
+    if not has_kernels(query.device) or key.shape[0] != query.shape[0] or key.shape[:3] != value.shape[:3]:
         return False
     if torch.is_grad_enabled():
         wanted = query.requires_grad or key.requires_grad or value.requires_grad
@@ -36,10 +38,9 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
 ) -> Tensor:
     """[batch, queries, heads, depth], contiguous. Under autocast all three have its dtype, as torch's own have."""
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        if not query.dtype == key.dtype == value.dtype == dtype:  # a cache may have a dtype of its own
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    dtype = autocast_dtype(query.device)
+    if dtype is not None and not query.dtype == key.dtype == value.dtype == dtype:  # a cache may have its own
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return _attention(query, key, value, mask, scale=scale, causal=causal)  # type: ignore[no-any-return]
 
 

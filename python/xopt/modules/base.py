@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from xopt import sycl
 from xopt.config import Config
+from xopt.graph.autocast import autocast_dtype
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
@@ -55,6 +57,8 @@ class Replacement:
     """Whether it packs its weight."""
     reads_packed: ClassVar[bool] = False
     """Whether it can use a weight that another module has packed."""
+    on_cpu_only: ClassVar[bool] = False
+    """Whether it has kernels for the CPU alone."""
 
     @classmethod
     def why_not(cls, module: Any, context: Context) -> str | None:
@@ -123,7 +127,12 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 def result_dtype(input: torch.Tensor) -> torch.dtype:
     """Autocast's dtype under autocast, else the input's."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+    return autocast_dtype(input.device) or input.dtype
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether there are kernels of ours for a device; whether this build has them, it says itself."""
+    return device.type in ("cpu", "xpu")
 
 
 def takes_halves(module: nn.Module) -> bool:
@@ -150,8 +159,10 @@ def plain_parameter_problem(module: nn.Module, name: str) -> str | None:
         return "its parameters are not initialized yet"
     if type(parameter) is not nn.Parameter:
         return f"its {name} is a {type(parameter).__name__}"
-    if parameter.device.type != "cpu":
+    if not has_kernels(parameter.device):
         return f"its {name} is on device {parameter.device}"
+    if parameter.device.type == "xpu" and not sycl.available():
+        return f"its {name} is on device {parameter.device}, which takes the SYCL part"
     if parameter.layout != torch.strided:
         return f"its {name} has layout {parameter.layout}"
     if parameter.dtype not in FLOATING:

@@ -21,7 +21,7 @@ from xopt.graph.program import EPOCH, Program, hooked
 from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
-from xopt.modules.base import Replacement, derive
+from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.conv_chain import chain_convolutions
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 from xopt.modules.substitute import run_substituted
@@ -115,8 +115,8 @@ class Programs:
         try:
             if any(hooked(part) for part in module.modules() if part is not module):
                 raise CannotRecord("there is a hook inside")
-            if not all(value.is_cpu for value in signature(args, kwargs)[1] if is_tensor(value)):
-                raise CannotRecord("its inputs are not on the CPU")
+            if not all(has_kernels(value.device) for value in signature(args, kwargs)[1] if is_tensor(value)):
+                raise CannotRecord("its inputs are on a device that there are no kernels for")
             recorder = record(module, forward, args, kwargs)
             fused = apply_patterns(recorder, self.config)
             chain_convolutions(recorder.graph)

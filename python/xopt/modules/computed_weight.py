@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from xopt.modules.base import dtype_name
+from xopt.modules.base import dtype_name, has_kernels
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
@@ -37,7 +37,7 @@ class ComputedWeight:
         if state != self._state:
             with torch.no_grad():
                 weight = module.weight
-            usable = weight.device.type == "cpu" and weight.dtype in FLOATING
+            usable = has_kernels(weight.device) and weight.dtype in FLOATING
             dtype = self._target if weight.dtype == self._source else weight.dtype  # somebody has moved the model
             self._packed = PackedParameter.pack(weight, dtype, **self._layout) if usable else None
             self._state = state
@@ -64,7 +64,7 @@ def is_computed(module: nn.Module) -> bool:
 def computed_problem(module: Any) -> str | None:
     """Why such a weight cannot be packed."""
     tensors = (*module.parametrizations.parameters(), *module.parametrizations.buffers())
-    if any(tensor.device.type != "cpu" or tensor.dtype not in FLOATING for tensor in tensors):
+    if any(not has_kernels(tensor.device) or tensor.dtype not in FLOATING for tensor in tensors):
         return "its weight is computed from parameters of another device or dtype"
     return None
 

@@ -40,6 +40,7 @@ class PackedConvTranspose(Replacement, PackedState, _ConvTransposeNd):
     """Computes with its packed weight on CPU tensors that want no gradient, as PackedConv does."""
 
     source: ClassVar[type[nn.Module]] = _ConvTransposeNd
+    on_cpu_only: ClassVar[bool] = True
     switch: ClassVar[str] = "conv_prepack"
 
     @classmethod

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.autocast import autocast_dtype
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import (
     Context,
@@ -105,7 +106,7 @@ def _table_problem(module: Any) -> str | None:
 
 def _in_wanted_dtype(rows: torch.Tensor, source_dtype: torch.dtype) -> torch.Tensor:
     """Outside of autocast it has no input that could say which dtype is wanted."""
-    return rows if torch.is_autocast_enabled("cpu") else rows.to(source_dtype)
+    return rows.to(source_dtype) if autocast_dtype(rows.device) is None else rows
 
 
 def _goes_on(kind: type[nn.Module]) -> bool:

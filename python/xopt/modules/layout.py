@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from xopt.modules.base import has_kernels
 from xopt.modules.containers import map_tensors
 from xopt.modules.conv import PackedConv, computes_channels_last
 from xopt.modules.conv_transpose import PackedConvTranspose
@@ -92,7 +93,7 @@ class Layout:
     def _channels_last(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.dim() not in self._dims or value.dtype not in FLOATING:
             return value
-        if value.stride(1) == 1 or value.device.type != "cpu" or value.layout != torch.strided:
+        if value.stride(1) == 1 or not has_kernels(value.device) or value.layout != torch.strided:
             return value
         image = value.contiguous(memory_format=_FORMATS[value.dim()])
         if image.stride(1) != 1:  # one channel, whose stride says nothing to torch: it is to say which layout is meant

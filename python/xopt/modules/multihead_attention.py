@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from xopt.graph.autocast import autocast_dtype
 from xopt.graph.symbol import is_symbolic, recorder_of
 from xopt.modules.attention import join_masks, scaled_dot_product_attention
 from xopt.modules.base import (
@@ -121,7 +122,7 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         swap = self.batch_first and inputs[0].ndim == 3
-        dtype = None if torch.is_autocast_enabled("cpu") else inputs[0].dtype
+        dtype = None if autocast_dtype(inputs[0].device) else inputs[0].dtype
         query, key, value = (tensor.transpose(0, 1) for tensor in inputs) if swap else inputs
         separate = not self._qkv_same_embed_dim
         attended, weights = functional.multi_head_attention_forward(

@@ -177,6 +177,13 @@ class PackedParameter(nn.Parameter):
         place = self.place
         return place.in_pair is None and place.gate_half is None and place.features == self.out_features
 
+    def _copy_packed(self) -> Tensor:
+        """Of a weight on another device, the host knows the header only where it has packed it."""
+        place = self.place
+        if place.packed.is_cpu or not self.is_packed_alone:
+            return place.packed.clone()
+        return _pack(self._unpack_rows(), self.dtype, place.groups, place.gates, place.taps)
+
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
         place = self.place
@@ -227,7 +234,7 @@ class PackedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedParameter:
         if id(self) not in memo:
             if id(self.packed) not in memo:
-                memo[id(self.packed)] = self.packed.clone()
+                memo[id(self.packed)] = self._copy_packed()
             place = self.place._replace(packed=memo[id(self.packed)])
             memo[id(self)] = PackedParameter(place, self.shape, self.dtype, self.transposed)
         copied: PackedParameter = memo[id(self)]

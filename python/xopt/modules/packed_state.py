@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xopt import sycl
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
@@ -29,7 +30,7 @@ class PackedState(nn.Module):
         given = {name: packed for name, packed in self._packed_parameters().items() if prefix + name in state_dict}
         # torch fills plain parameters, with all its checks and messages; those are packed.
         for name, packed in given.items():
-            plain = torch.full(packed.shape, torch.nan, dtype=packed.dtype)
+            plain = torch.full(packed.shape, torch.nan, dtype=packed.dtype, device=packed.device)
             self._parameters[name] = nn.Parameter(plain, requires_grad=False)
         try:
             super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -62,8 +63,14 @@ class PackedState(nn.Module):
 
 
 def _repacked(values: torch.Tensor, before: PackedParameter) -> nn.Parameter:
-    if values.device.type == "cpu" and values.dtype in FLOATING:
+    if _can_pack(values, before):
         place = before.place
         kind: dict[str, Any] = {"groups": place.groups, "gates": place.gates, "taps": place.taps}
         return PackedParameter.pack(values, values.dtype, transposed=before.transposed, **kind)
     return nn.Parameter(values, requires_grad=False)
+
+
+def _can_pack(values: torch.Tensor, before: PackedParameter) -> bool:
+    of_the_cpu_only = before.place.gates is not None or before.place.taps is not None
+    on_device = values.is_cpu or (values.is_xpu and sycl.available() and not of_the_cpu_only)
+    return on_device and values.dtype in FLOATING

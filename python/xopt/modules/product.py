@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from xopt.graph.autocast import autocast_dtype
 from xopt.modules.activation import ACTIVATIONS
 from xopt.modules.base import plain_parameter_problem, result_dtype
 from xopt.modules.computed_weight import computed_problem, is_computed
@@ -36,7 +37,7 @@ def plain_parameters(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, to
     weight, bias = module.weight, module.bias
     if isinstance(weight, PackedParameter):
         weight = weight.unpack()
-    if input.dtype in FLOATING and not torch.is_autocast_enabled("cpu"):
+    if input.dtype in FLOATING and autocast_dtype(input.device) is None:
         weight = weight.to(input.dtype)
         bias = None if bias is None else bias.to(input.dtype)
     return weight, bias

@@ -38,6 +38,7 @@ class Recurrent(PackedState):
     source: ClassVar[type[nn.Module]]
     switch: ClassVar[str] = "recurrent_prepack"
     packs: ClassVar[bool] = True
+    on_cpu_only: ClassVar[bool] = True
 
     @classmethod
     def why_not(cls, module: Any, context: Context) -> str | None:

@@ -46,6 +46,7 @@ class RootForward:
         self._dtype = dtype
         self._source_dtype = source_dtype
         self._backend = backend
+        self.left_to_cpu: set[str] = set()
         # Libraries look at the arguments that a model's forward takes.
         self.__signature__ = inspect.signature(type(module).forward.__get__(module))
 
@@ -54,16 +55,21 @@ class RootForward:
         assert module is not None, "a forward outlived its module"
         if self._backend == "sycl":
             with sycl.device("cpu"):
-                return self._call(module, args, kwargs)
+                before = sycl.calls_left_to_cpu()
+                result = self._call(module, args, kwargs)
+            after = sycl.calls_left_to_cpu()
+            self.left_to_cpu |= {name for name, count in after.items() if count > before.get(name, 0)}
+            return result
         if self.tuning is not None and not torch.compiler.is_compiling():
             with self.tuning:
                 return self._call(module, args, kwargs)
         return self._call(module, args, kwargs)
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._dtype is None or torch.is_autocast_enabled("cpu"):
+        device = "cpu" if self._dtype is None else _device_type(module)
+        if self._dtype is None or torch.is_autocast_enabled(device):
             return self._layout.call(self._forward, module, args, kwargs)
-        with torch.autocast("cpu", dtype=self._dtype):
+        with torch.autocast(device, dtype=self._dtype):
             result = self._layout.call(self._forward, module, args, kwargs)
         return map_tensors(self._restore_dtype, result)
 
@@ -100,6 +106,10 @@ class RootForward:
         )
 
 
+def _device_type(module: nn.Module) -> str:
+    return next((parameter.device.type for parameter in module.parameters()), "cpu")
+
+
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
     """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images,
     for another backend, or because it is a block."""
@@ -119,6 +129,12 @@ def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, sour
 def tuning_of(module: nn.Module) -> ModelTuning | None:
     forward = module.__dict__.get("forward")
     return forward.tuning if isinstance(forward, RootForward) else None
+
+
+def left_to_cpu_of(module: nn.Module) -> tuple[str, ...]:
+    """With backend "sycl": the kernels that its forwards found on the CPU only, "name dtype"."""
+    forward = module.__dict__.get("forward")
+    return tuple(sorted(forward.left_to_cpu)) if isinstance(forward, RootForward) else ()
 
 
 def make_tuned(module: nn.Module, mode: str) -> ModelTuning:

@@ -120,7 +120,12 @@ def upsampled_conv(
     bias: Tensor | None = module._parameters["bias"]
     dims = input.dim() - 2
     shape = (*input.shape[:1], module.out_channels, *(2 * size for size in input.shape[2:]))
-    fits = dims == len(module.kernel_size) and input.stride(1) == 1 and (other is None or other.shape == shape)
+    fits = (
+        input.is_cpu
+        and dims == len(module.kernel_size)
+        and input.stride(1) == 1
+        and (other is None or other.shape == shape)
+    )
     # Nobody counts the changes of an inference tensor.
     weight = packed_weight(module)
     packed = weight is not None and not weight.place.packed.is_inference()

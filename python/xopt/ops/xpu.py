@@ -1,8 +1,5 @@
-"""What the operators say to tensors of device xpu, torch's name for Intel GPUs, instead of the dispatcher's long text.
-
-A kernel of csrc/sycl would take such tensors as they are: what is missing is the operators' side, which allocates on
-the CPU and takes no queue from torch.
-"""
+"""What operators without a kernel for Intel GPUs say to tensors of device xpu, torch's name for those, instead of the
+dispatcher's long text. The others are registered for them in csrc/ops."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ _library = torch.library.Library("xopt", "IMPL")  # type: ignore[no-untyped-call
 def _refusal(op: str) -> Callable[..., NoReturn]:
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
-            f"xopt::{op}: input: expected tensors on the CPU, got some on xpu, which xopt does not take yet: its"
-            " kernels for Intel GPUs are compiled and tested on the CPU's SYCL device only, see xopt.sycl.device"
+            f"xopt::{op}: input: expected tensors on the CPU, got some on xpu, for which this operator has no kernel"
         )
 
     return refuse
 
 
 for _name in {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("xopt::")}:
-    _op = _name.removeprefix("xopt::")
-    _library.impl(_op, _refusal(_op), "XPU")  # type: ignore[no-untyped-call]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_name, "XPU"):
+        _op = _name.removeprefix("xopt::")
+        _library.impl(_op, _refusal(_op), "XPU")  # type: ignore[no-untyped-call]

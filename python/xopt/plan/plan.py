@@ -61,9 +61,15 @@ def _decide_one(path: str, module: nn.Module, untouchable: str | None, config: C
             continue
         if not getattr(config, replacement.switch):
             return Decision(path, module, None, f"Config({replacement.switch}=False)")
-        reason = untouchable or replacement.why_not(module, context)
+        reason = untouchable or _device_problem(module, replacement) or replacement.why_not(module, context)
         return Decision(path, module, None if reason else replacement, reason or "")
     return Decision(path, module, None, "there is nothing to pack; it may be fused with its block")
+
+
+def _device_problem(module: nn.Module, replacement: type[Replacement]) -> str | None:
+    devices = {parameter.device for parameter in module._parameters.values() if parameter is not None}
+    elsewhere = [str(device) for device in devices if device.type != "cpu"]
+    return f"it is on {elsewhere[0]}, for which it has no kernel" if elsewhere and replacement.on_cpu_only else None
 
 
 def _replacements() -> list[type[Replacement]]:
@@ -74,12 +80,16 @@ def _replacements() -> list[type[Replacement]]:
 def _find_shared(decisions: list[Decision], context: Context) -> None:
     """A weight that several kinds of modules share is packed where all of them can read it so, and plain elsewhere."""
     readers: dict[int, set[type[Replacement] | None]] = {}
+    on_cpu: set[int] = set()
     for decision in decisions:
         for parameter in decision.module._parameters.values():
             if parameter is not None:
                 readers.setdefault(id(parameter), set()).add(decision.replacement)
+                if parameter.is_cpu:
+                    on_cpu.add(id(parameter))
     for key, kinds in readers.items():
-        if all(kind is not None and kind.reads_packed for kind in kinds):
+        # Those who do not pack read rows, which on other devices has no kernel.
+        if all(kind is not None and kind.reads_packed and (kind.packs or key in on_cpu) for kind in kinds):
             if any(kind is not None and kind.packs for kind in kinds):
                 context.packed.add(key)
         elif len(kinds) > 1:

@@ -6,7 +6,8 @@
 The operators are the same, `torch.ops.xopt.*`, and so are packed weights: their tiles are those that AMX and XMX load.
 """
 
+from xopt.sycl import xpu as _xpu  # noqa: F401 - lets operators find this part
 from xopt.sycl.devices import Device, available, devices
-from xopt.sycl.stream import Builds, Tile, calls, device
+from xopt.sycl.stream import Builds, Tile, calls, calls_left_to_cpu, device
 
-__all__ = ["Builds", "Device", "Tile", "available", "calls", "device", "devices"]
+__all__ = ["Builds", "Device", "Tile", "available", "calls", "calls_left_to_cpu", "device", "devices"]

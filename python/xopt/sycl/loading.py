@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -31,12 +32,19 @@ def native() -> ModuleType:
     """The module; an ImportError says what is missing and how to get it."""
     if not built():
         raise ImportError(f"xopt.sycl: this build of xopt has no SYCL part; {HOW_TO_GET_IT}")
-    path = _file_of("intel-sycl-rt", RUNTIME)
     try:
-        ctypes.CDLL(RUNTIME if path is None else str(path))
+        _load_runtime()
         return importlib.import_module("xopt._sycl")
     except (ImportError, OSError) as error:
         raise ImportError(f"xopt.sycl: the SYCL runtime cannot be loaded ({error}); {HOW_TO_GET_IT}") from error
+
+
+def _load_runtime() -> None:
+    try:
+        ctypes.CDLL(RUNTIME, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # torch's, if it has brought one
+    except OSError:
+        path = _file_of("intel-sycl-rt", RUNTIME)
+        ctypes.CDLL(RUNTIME if path is None else str(path))
 
 
 @functools.cache

@@ -91,6 +91,12 @@ class device:  # noqa: N801 - as torch.device, which can be a context as well
         return Tile(*self._stream.tile(dtype))
 
 
+def calls_left_to_cpu() -> dict[str, int]:
+    """How often operators within a `device` found no kernel of theirs on it, by "name dtype"; the CPU's ran instead."""
+    counts: dict[str, int] = loading.native().calls_left_to_cpu()
+    return counts
+
+
 def calls() -> dict[str, int]:
     """How often each kernel was run on SYCL devices in this process, by "name dtype"; others only the CPU has."""
     counts: dict[str, int] = loading.native().calls()
