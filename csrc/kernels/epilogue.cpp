@@ -15,8 +15,6 @@
 namespace xopt::XOPT_ISA {
 namespace {
 
-XOPT_INLINE F combine(Binary binary, F x, F other) { return binary == Binary::add ? add(x, other) : mul(x, other); }
-
 enum class Out { f32, bf16, any };
 
 template <Out O>
@@ -157,6 +155,26 @@ class OutRows {
 
 enum class Other { none, given };
 
+// What a row of a panel is combined with. Said once for the row: looked at for each vector, dtypes and tails cost more
+// than the rest of the row.
+XOPT_INLINE void load_other(const Epilogue& e, int64_t index, int64_t columns, F* y) {
+  if (columns >= kPanelColumns && e.other_dtype == DType::bf16) {
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < kPanelVectors; ++v) y[v] = load(static_cast<const Bf16*>(e.other) + index + v * kWidth);
+    return;
+  }
+#pragma GCC unroll 8
+  for (int64_t v = 0; v < kPanelVectors; ++v) {
+    const int64_t left = columns - v * kWidth;
+    y[v] = left > 0 ? load_any(e.other, e.other_dtype, index + v * kWidth, left) : set1(0.0F);
+  }
+}
+
+XOPT_INLINE void combine(Binary binary, const F* y, F* x) {
+#pragma GCC unroll 8
+  for (int64_t v = 0; v < kPanelVectors; ++v) x[v] = binary == Binary::add ? add(x[v], y[v]) : mul(x[v], y[v]);
+}
+
 // Rows of one panel; `rows` is at the first of them.
 template <class Acc, Activation A, Out O, Other B>
 XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, OutRows rows, int64_t panel,
@@ -164,6 +182,8 @@ XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, 
   const Epilogue& e = call.epilogue;
   const int64_t first = panel * kPanelColumns, columns = strip.columns - first;
   const int64_t other_stride = e.other_row_stride;
+  const Binary binary = e.binary;
+  const bool activation_last = e.activation_last;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
   PanelSums<Acc> panel_sums(call, strip, panel);
   const auto* sums = static_cast<const Acc*>(strip.acc) + panel * strip.acc_panel_stride + begin * kPanelColumns;
@@ -173,20 +193,17 @@ XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, 
     F x[kPanelVectors];
     panel_sums.begin_row(row);
 #pragma GCC unroll 8
-    for (int64_t v = 0; v < kPanelVectors; ++v) {
-      x[v] = panel_sums.value(sums, v);
-      if constexpr (B == Other::none) x[v] = activate<A>(x[v], alpha, beta);
-    }
+    for (int64_t v = 0; v < kPanelVectors; ++v) x[v] = panel_sums.value(sums, v);
+    F y[kPanelVectors];
     if constexpr (B == Other::given) {
+      load_other(e, other, columns, y);
+      // One activation for both orders; with one in each there was twice the code.
+      if (activation_last) combine(binary, y, x);
+    }
 #pragma GCC unroll 8
-      for (int64_t v = 0; v < kPanelVectors; ++v) {
-        if (columns <= v * kWidth) continue;
-        const F y = load_any(e.other, e.other_dtype, other + v * kWidth, columns - v * kWidth);
-        // One activation for both orders; with one in each there was twice the code.
-        if (e.activation_last) x[v] = combine(e.binary, x[v], y);
-        x[v] = activate<A>(x[v], alpha, beta);
-        if (!e.activation_last) x[v] = combine(e.binary, x[v], y);
-      }
+    for (int64_t v = 0; v < kPanelVectors; ++v) x[v] = activate<A>(x[v], alpha, beta);
+    if constexpr (B == Other::given) {
+      if (!activation_last) combine(binary, y, x);
     }
     store_columns<O, kPanelVectors>(e, out, x, columns);
   }

@@ -33,8 +33,7 @@ class Prefetches {
   int count_ = 0;
 };
 
-// Rows to do, spread evenly over steps to come. Few at a time: the vector ports that a gelu of four rows keeps busy are
-// those that tile products are issued by, and the matrix unit would run dry.
+// Rows to do, spread evenly over steps to come.
 struct PacedRows {
   int64_t next = 0, rows = 0, steps = 1, debt = 0;
 
@@ -45,8 +44,6 @@ struct PacedRows {
     debt = 0;
   }
   bool pending() const { return next < rows; }
-  // Of `at_once` rows at a time, every how many steps, in 256ths.
-  int64_t interval(int64_t at_once) const { return rows > 0 ? 256 * at_once * steps / rows : 0; }
   // The rows up to which work is due after one more step.
   XOPT_INLINE int64_t due() {
     int64_t end = next;
@@ -84,6 +81,8 @@ class Background {
     strip_ = strip;
     outputs_ = outputs;
     epilogue_rows_.start(rows, steps);
+    // Where steps are few, as many as are finished with them.
+    rows_at_once_ = maximum(kEpilogueRows, ceil_div(rows, epilogue_rows_.steps));
   }
   void defer_copy(const Copier& copier, int64_t rows, int64_t steps) {
     copier_ = copier;
@@ -93,8 +92,9 @@ class Background {
   // Before a block, when its prefetches are known.
   void begin_block() {
     each_step_ = !prefetches.empty() || copy_rows_.pending();
-    interval_ = epilogue_rows_.interval(kEpilogueRows);
-    countdown_ = each_step_ ? 0 : epilogue_rows_.pending() ? interval_ : kNever;
+    interval_ = epilogue_rows_.rows > 0 ? 256 * rows_at_once_ * epilogue_rows_.steps / epilogue_rows_.rows : 0;
+    until_epilogue_ = epilogue_rows_.pending() ? interval_ : kNever;
+    countdown_ = each_step_ ? 0 : until_epilogue_;
   }
   // Called by a block for each step along k. Every instruction here costs a quarter of a cycle: tile products do not
   // hide them, as they are a matter of issuing, not of waiting.
@@ -111,17 +111,24 @@ class Background {
   }
 
  private:
-  static constexpr int64_t kEpilogueRows = 4, kNever = int64_t{1} << 60;
+  // Done at once: a call of the epilogue looks up what costs as much as some four rows do.
+  static constexpr int64_t kEpilogueRows = 8;
+  static constexpr int64_t kNever = int64_t{1} << 60;
 
   [[gnu::noinline]] void work() {
     if (!each_step_) {
-      do_epilogue(minimum(epilogue_rows_.next + kEpilogueRows, epilogue_rows_.rows));
-      countdown_ = epilogue_rows_.pending() ? countdown_ + interval_ : kNever;
+      countdown_ = some_epilogue(countdown_);
       return;
     }
     prefetches.step();
-    if (epilogue_rows_.pending()) do_epilogue(epilogue_rows_.due());
     if (copy_rows_.pending()) do_copy(copy_rows_.due());
+    until_epilogue_ -= 256;
+    if (until_epilogue_ <= 0) until_epilogue_ = some_epilogue(until_epilogue_);
+  }
+  // The rows that are due; in how many 256ths of a step the next ones are.
+  int64_t some_epilogue(int64_t late) {
+    do_epilogue(minimum(epilogue_rows_.next + rows_at_once_, epilogue_rows_.rows));
+    return epilogue_rows_.pending() ? late + interval_ : kNever;
   }
   void do_epilogue(int64_t end) {
     if (epilogue_rows_.next < end) {
@@ -147,7 +154,8 @@ class Background {
   Copier copier_{};
   PacedRows copy_rows_;
   bool each_step_ = false;
-  int64_t countdown_ = kNever, interval_ = 0;
+  int64_t rows_at_once_ = 1;
+  int64_t countdown_ = kNever, until_epilogue_ = kNever, interval_ = 0;  // in 256ths of a step
 };
 
 }  // namespace xopt::XOPT_ISA

@@ -9,12 +9,15 @@
 //        k block        its copy of A stays in L1 while the panels of the chunk pass; AMX takes it from L2 and has one
 //         panel           the block's product; sums wait in scratch for the next k block
 //
+// Tiles are read from A itself where its rows are what a copy would be: bf16 or int8, whole tiles, at whole cache lines.
 // Blocks on the vector ports finish a row block's strip of sums, all panels of the chunk, after its last k block. With
 // AMX each panel's sums go to the epilogue on their own, between the products of the next panel, and the weights of the
 // next chunk are fetched into L2 meanwhile, spread evenly over the k steps. (Vector blocks fetch none where several row
 // blocks share them: prefetches in their loops cost more than the first row block's misses.)
 // A call with one row block goes panel by panel, so that weights stream in their order in memory.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/column_values.h"
 #include "kernels/gemm_background.h"
@@ -79,6 +82,7 @@ class GemmThread {
 
   void compute(Range rows, Range panels) {
     [[maybe_unused]] const typename Block::Scope scope;
+    in_place_ = rows_in_place();
     last_panel_ = panels.end;
     weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
     keep_copies_ = Block::kBackground || weights_stay_;
@@ -154,7 +158,23 @@ class GemmThread {
     return place->kb < plan_.k_blocks;
   }
 
+  // Where tiles can be read from A itself, with no copy.
+  EvenRows rows_in_place() const {
+    if constexpr (Block::kBackground && std::is_same_v<View, Merged>) {
+      const bool as_is = Block::kIsInt ? w_.zero_point == nullptr : view_.dtype() == DType::bf16;
+      if (as_is && w_.k > 0 && w_.k % Block::kTileK == 0) {
+        const EvenRows rows = view_.even_rows(call_.m);
+        // Tile rows that lie across two cache lines take twice the loads.
+        if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
+      }
+    }
+    return {};
+  }
+  // Of a row block: a tile reads all of its rows.
+  bool in_place(int64_t rb) const { return in_place_.step != 0 && plan_.rows_of(rb, call_.m) % kTileRows == 0; }
+
   void defer_copy(Place place) {
+    if (in_place(place.rb)) return;
     const int64_t rows = plan_.rows_of(place.rb, call_.m);
     const int64_t k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
     BlockCopier<Block, View> copier;
@@ -191,7 +211,12 @@ class GemmThread {
 
   void step(Place place, int64_t panel) {
     BlockCall block;
-    block.a = a_copy(place);
+    if (in_place(place.rb)) {
+      block.a = in_place_.data + place.rb * plan_.block_rows * in_place_.step + place.kb * plan_.k_block_tiles * 64;
+      block.a_stride = in_place_.step;
+    } else {
+      block.a = a_copy(place);
+    }
     block.b = weights(panel, place.kb);
     block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
     block.acc = sums(place.rb, panel);
@@ -200,7 +225,7 @@ class GemmThread {
     if (block.k_tiles > 0) {
       if (fetches_ahead_) {
         prefetch_weights(place, panel, &block);
-        if (!copied_) prefetch_a(place, panel);
+        if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
       }
       if (place.kb + 1 == plan_.k_blocks) {
         const int64_t column = panel * (w_.gated ? kTileColumns : kPanelColumns);
@@ -268,6 +293,7 @@ class GemmThread {
   const View view_;
   Background<BlockCopier<Block, View>> background_;
 
+  EvenRows in_place_;
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes]
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
   int32_t* row_sums_ = nullptr;

@@ -35,7 +35,7 @@ struct BlockCall {
   const uint8_t* ahead = nullptr;
   int64_t ahead_lines = 0;
   // Rows of A that lie elsewhere than in a copy (tiles only): bytes from row to row, and from `a` to where rows begin,
-  // for each step along k.
+  // for each step along k; without these offsets a row's elements follow each other.
   int64_t a_stride = 0;
   const int64_t* a_offsets = nullptr;
 };

@@ -72,6 +72,12 @@ struct TileBlock {
     explicit Copied(const BlockCall& call) : rows(static_cast<const uint8_t*>(call.a)) {}
     XOPT_INLINE void next() { rows += 64; }
   };
+  struct InRows {
+    const int64_t stride;
+    const uint8_t* rows;
+    explicit InRows(const BlockCall& call) : stride(call.a_stride), rows(static_cast<const uint8_t*>(call.a)) {}
+    XOPT_INLINE void next() { rows += 64; }
+  };
   struct InPlace {
     const int64_t stride;
     const uint8_t *base, *rows;
@@ -90,6 +96,8 @@ struct TileBlock {
       __builtin_memset(call.acc, 0, kRows * kPanelColumns * 4);
     } else if (call.a_offsets != nullptr) {
       run_on<InPlace>(rows, call, between);
+    } else if (call.a_stride != 0) {
+      run_on<InRows>(rows, call, between);
     } else {
       run_on<Copied>(rows, call, between);
     }

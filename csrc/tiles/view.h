@@ -99,6 +99,12 @@ XOPT_INLINE void pad_rows(int64_t rows, int64_t count, int64_t padded, typename 
   }
 }
 
+// Rows `step` bytes apart; 0: there are none such.
+struct EvenRows {
+  const uint8_t* data = nullptr;
+  int64_t step = 0;
+};
+
 // [outer, inner_rows, k] with a stride for each of the two, k contiguous.
 class Merged {
  public:
@@ -141,6 +147,14 @@ class Merged {
   };
 
   Rows rows(int64_t row, int64_t k) const { return Rows(*this, row, k); }
+
+  // The first `count` rows, if they are evenly apart.
+  EvenRows even_rows(int64_t count) const {
+    const bool even = count <= rows_.inner_rows || rows_.outer_stride == rows_.inner_rows * rows_.row_stride;
+    if (!even) return {};
+    return {static_cast<const uint8_t*>(rows_.data), rows_.row_stride * size_};
+  }
+  DType dtype() const { return rows_.dtype; }
 
   XOPT_INLINE const uint8_t* data(int64_t row, int64_t k) const {
     const int64_t offset = row / rows_.inner_rows * rows_.outer_stride + row % rows_.inner_rows * rows_.row_stride + k;
