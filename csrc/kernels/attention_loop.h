@@ -3,7 +3,7 @@
 // The rows of a head of keys are its queries, of all the heads of its group: row = query * group + head of the group.
 //
 //   item              a head of keys x a range of row blocks, whichever thread takes it
-//    block of keys     256 or 384 of them unless tuned, packed into panels that stay in L2 (keys: by column, values: by row)
+//    block of keys     256 or 384 of them unless tuned, packed into panels in L2 (keys: by column, values: by row)
 //     row block         scores = block product; online softmax; sums = sums * factor + probabilities * values
 //
 // Row blocks and blocks of keys are cut the same way for any number of threads, so results do not depend on it. Blocks

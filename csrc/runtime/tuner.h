@@ -3,8 +3,8 @@
 // It is off unless a scope of this thread or the process as a whole turns it on; off, a call pays one load and one
 // branch. What was found is held in memory here; python/xopt/tuning keeps it on disk.
 //
-// A trial runs the very call, on its operands, into its output. Weights and caches of
-// keys are flushed from the CPU's caches before each run, since they do not stay there from one forward to the next. Contenders take turns for several rounds, and
+// A trial runs the very call, on its operands, into its output. Weights and caches of keys are flushed before each run,
+// since they do not stay in cache from one forward to the next. Contenders take turns for several rounds, and
 // the heuristics' choice stays unless another is faster by a clear margin, in its best run and in the median of rounds,
 // and once more in a second series.
 #pragma once

@@ -1,5 +1,5 @@
-// What a call may do otherwise than the heuristics of its kernel would: a plain argument of products, convolutions and
-// attention. Zero leaves a choice to the heuristics. No choice changes what is computed, but for the order in which sums are added up.
+// What a call may do otherwise than its kernel's heuristics would: a plain argument of products, convolutions and
+// attention. Zero leaves a choice to them. No choice changes what is computed, but for the order of additions.
 // runtime/tuner.h finds out which choices pay.
 #pragma once
 
