@@ -88,6 +88,8 @@ def bound_arguments(
             bound = None
         elif bound is None and argument.has_default_value():
             bound = argument.default_value
+        elif bound is None and not str(argument.type).startswith("Optional"):
+            return None  # the profiler has lost it
         if argument.kwarg_only:
             if bound is not None:
                 kwargs[argument.name] = bound
