@@ -54,6 +54,7 @@ KEYS = {"num_key_value_heads": 2}
 ROTARY = {"rotary", "attention"}
 GATED = {*ROTARY, "merged linear"}
 FALCON = {*ROTARY, "layer_norm", "linear+gelu_erf", "linear+add"}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 SCALED = {"merged linear", "attention", "linear+gelu_erf", "linear+layer_scale+add"}
 
 LANGUAGE: dict[str, tuple[Callable[[], Any], set[str]]] = {
@@ -72,6 +73,10 @@ LANGUAGE: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "falcon": (language("Falcon", alibi=False, new_decoder_architecture=True, num_kv_heads=2), FALCON),
     "gemma 2": (language("Gemma2", sliding_window=8, **GROUPED), {"rotary", "rms_norm", "gated linear (gelu_tanh)"}),
     "olmo 2": (language("Olmo2", **KEYS), {*ROTARY, "rms_norm", "gated linear (silu)"}),
+    "deepseek 3": (
+        language("DeepseekV3", first_k_dense_replace=2, **LATENT),
+        {"attention", "merged linear", "linear+add+rms_norm", "gated linear (silu)"},
+    ),
     "opt": (language("OPT", ffn_dim=128, max_position_embeddings=64, word_embed_proj_dim=64), {"attention"}),
 }
 ENCODERS: dict[str, tuple[Callable[[], Any], set[str]]] = {

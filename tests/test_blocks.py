@@ -208,6 +208,24 @@ class Rescaled(nn.Module):
         return (x + 1 * self.linear(x / self.factor)) / self.factor  # type: ignore[no-any-return]
 
 
+class Assembled(nn.Module):
+    """Writes what it computes into a blank tensor, part by part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 40), nn.Linear(64, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.one(x).relu(), self.two(x)
+        both = x.new_empty(*x.shape[:-1], 64)
+        both[..., :40].copy_(one)
+        both[..., 40:] = two
+        factors = torch.zeros_like(both)
+        factors.add_(both).mul_(0.5)
+        factors /= factors.abs().sum(-1, keepdim=True) + 1
+        return both + factors
+
+
 def gelu_of_gpt2(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
@@ -233,6 +251,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),
     "padding with nothing": (lambda: Mlp(lambda x: torch.relu(functional.pad(x, (0, 0, 0, 0)))), ["linear+relu"]),
+    "assembled": (Assembled, ["linear+relu"]),
     "number as a tensor": (lambda: Mlp(lambda x: torch.relu(x) * torch.tensor(2.0)), ["linear+relu"]),
     "by size": (BySize, ["linear+relu"]),
     "tokens": (Tokens, ["add+layer_norm"]),
@@ -354,6 +373,30 @@ class WritesToAPart(Mlp):
         return self.down(y)  # type: ignore[no-any-return]
 
 
+class ReadsBeforeItWrites(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        before = y + 1
+        y[..., 0] = 7
+        return super().forward(x) + before.mul(2) + y
+
+
+class WritesToWhatIsSeenTwice(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(x.shape)
+        part = y[..., :2]
+        part.copy_(x[..., :2])
+        return super().forward(x) + part.sum() + y
+
+
+class ChangesWhatAViewShows(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        view = y.transpose(0, 1)
+        y.add_(1)
+        return super().forward(x) + view.sum()
+
+
 class DrawsANumber(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.rand(())
@@ -367,6 +410,7 @@ class UsesNumpy(Mlp):
 UNFIXED = [
     *(BranchOnValue, ItemOfValue, Counter, LoopOverRows),
     *(ChangesItsInput, KeepsAnAlias, ConstantInside, WritesToAPart, UsesNumpy),
+    *(ReadsBeforeItWrites, WritesToWhatIsSeenTwice, ChangesWhatAViewShows),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import xopt
@@ -160,7 +161,7 @@ def test_forwards_that_cannot_be_recorded() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.one(x)
-            weights = (y @ y.mT if float(x.sum()) > 0 else torch.bmm(-y, y.mT)).softmax(-1)
+            weights = (y @ y.mT if float(x.detach().sum()) > 0 else torch.bmm(-y, y.mT)).softmax(-1)
             mixed = torch.einsum("...ij,...jd->...id", weights, y)
             result: Tensor = torch.baddbmm(mixed, weights, y, beta=0.5)
             return result
@@ -180,6 +181,68 @@ def test_forwards_that_cannot_be_recorded() -> None:
     assert leaf.grad is not None
     off = xopt.optimize(source, dtype=torch.float32, config=xopt.Config(multiply_activations=False))
     assert "xopt.matmul" not in flop_by_op(off, x)
+
+
+def test_tensors_that_are_not_plain_are_left_to_torch() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            result: Tensor = torch.matmul(y, y.transpose(-2, -1)) if float(self.one(x).sum()) > -1e9 else x
+            return result
+
+    source = Nested().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="nested tensors"):
+        y = torch.nested.nested_tensor([torch.randn(5, 8), torch.randn(7, 8)])
+    with torch.no_grad():
+        got, expected = (module(torch.randn(2, WIDTH), y).unbind() for module in (optimized, source))
+    for one, other in zip(got, expected, strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_functions_that_are_given_packed_weights() -> None:
+    """Of a forward that cannot be recorded, and hands its layers' weights to torch's functions."""
+
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor, need_weights: bool, mask: Tensor | None) -> Tensor:
+            x = functional.linear(x, self.out.weight, self.out.bias) * (1 if float(x.detach().sum()) > 0 else 2)
+            attended, weights = functional.multi_head_attention_forward(
+                *(x, x, x, WIDTH, 4, torch.empty(0)),
+                torch.cat((self.query.bias, self.key.bias, self.value.bias)),
+                *(None, None, False, 0.1, self.out.weight, self.out.bias),
+                training=False,
+                need_weights=need_weights,
+                attn_mask=mask,
+                use_separate_proj_weight=True,
+                q_proj_weight=self.query.weight,
+                k_proj_weight=self.key.weight,
+                v_proj_weight=self.value.weight,
+            )
+            heads = attended.unflatten(-1, (4, 16)).transpose(1, 2)
+            again = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            result = attended + again.transpose(1, 2).flatten(-2)
+            return result if weights is None else result + weights.mean()
+
+    torch.manual_seed(0)
+    source = ByHand().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    x = torch.randn(9, 2, WIDTH)
+    for need_weights in (True, False):
+        for mask in (None, torch.randn(9, 9), torch.ones(9, 9).triu(1).bool()):
+            with torch.no_grad():
+                got, expected = (module(x, need_weights, mask) for module in (optimized, source))
+            assert torch.allclose(got, expected, atol=1e-4)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        optimized(x, True, None)
+    counts = {str(op) for op in counter.get_flop_counts()["Global"]}
+    assert counts == {"xopt.linear", "xopt.matmul", "xopt.attention"}
 
 
 def test_switch() -> None:

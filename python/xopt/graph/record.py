@@ -39,6 +39,12 @@ def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) ->
         raise OtherSizes
 
 
+def with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
+    """The step of a recorded graph that writes to a part of a blank tensor, which nobody sees as it was."""
+    tensor[key] = value
+    return tensor
+
+
 EFFECT = "effect"  # in the meta of a node that has to stay even where nobody uses its result
 EXAMPLE = "example"  # in a node's meta: its value in the recorded call, and of a tensor only a description
 
@@ -57,14 +63,25 @@ _FRESH = frozenset(
         *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
         *("truediv", "div", "pow", "exp", "softmax", "gelu", "masked_fill", "where", "zeros", "ones", "full", "arange"),
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
-        *("conv_transpose", "interpolate"),
+        *("conv_transpose", "interpolate", "gather", "scatter", "sum", "mean", "sigmoid", "abs"),
+    }
+)
+# And these, which no pattern takes for another: their parts may be written to.
+_BLANK = frozenset(
+    {
+        *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "with_part"),
     }
 )
 
 
 def is_fresh(target: Any) -> bool:
     """Whether a step of this function or method gives a tensor that nothing else refers to."""
-    return (target if isinstance(target, str) else getattr(target, "__name__", "")) in _FRESH
+    return _name(target) in _FRESH | _BLANK
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 class _WeightsToo(TorchFunctionMode):
@@ -121,6 +138,7 @@ class Recorder:
                     self._tensors.setdefault(id(tensor), (path, name))
         self._attributes: dict[tuple[str, str], Node] = {}
         self._replaced_in_place: list[tuple[Node, Node]] = []
+        self._written: list[tuple[Node, Node]] = []
         self.watched: list[tuple[Any, str, Any]] = []
         self._random_state = torch.get_rng_state()
         self._expected: dict[tuple[Any, Any, Any], Any] = {}
@@ -167,14 +185,29 @@ class Recorder:
 
     def in_place(self, function: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         """An operation in place, recorded as one that makes a new tensor. Right only where the old one is fresh and
-        not used otherwise, which `finish` looks at."""
+        not seen otherwise, which `finish` looks at. The symbol stands for the new one from then on."""
         if function is None or type(target) is not Symbol or not isinstance(target._example, torch.Tensor):
             raise CannotRecord("it changes something in place")
         result = self.call(function, target, *args, **kwargs)
         if not is_fresh(target._node.target) or result._example.dtype != target._example.dtype:
             raise CannotRecord("it changes a tensor in place that others may see")
         self._replaced_in_place.append((target._node, result._node))
-        return result
+        target._node, target._example = result._node, result._example
+        return target
+
+    def write_part(self, target: Symbol, key: Any, value: Any) -> None:
+        """`target[key] = value` of a blank tensor, recorded as a step."""
+        if not isinstance(target._example, torch.Tensor) or _name(target._node.target) not in _BLANK:
+            raise CannotRecord("it writes to a part of a tensor that others may see")
+        result = self.call(with_part, target, key, value)
+        self._written.append((target._node, result._node))
+        target._node = result._node
+
+    def copy_into(self, target: Symbol, source: Any) -> None:
+        """`target.copy_(source)`, where the target is a part of a blank tensor."""
+        if target._part_of is None:
+            raise CannotRecord("it changes something in place")
+        self.write_part(*target._part_of, source)
 
     def record(self, op: str, target: Any, args: Any, kwargs: Any, example: Any) -> Any:
         node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
@@ -278,9 +311,14 @@ class Recorder:
         return self._attributes[path, name]
 
     def finish(self, result: Any) -> None:
+        place = {node: index for index, node in enumerate(self.graph.nodes)}
         for old, new in self._replaced_in_place:
-            if set(old.users) != {new}:
+            others = set(old.users) - {new}
+            if any(place[user] > place[new] or not (is_fresh(user.target) or user.target == "size") for user in others):
                 raise CannotRecord("it changes a tensor in place that is used again")
+        for old, new in self._written:
+            if any(user.users for user in set(old.users) - {new}):  # not what the part itself was taken by
+                raise CannotRecord("it writes to a part of a tensor that is used again")
         _check_result(result)
         self.graph.output(self._nodes(result))
 

@@ -72,6 +72,7 @@ class Symbol:
         self._recorder = recorder
         self._node = node
         self._example = example
+        self._part_of: tuple[Symbol, Any] | None = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -149,12 +150,15 @@ class Symbol:
         return operator.index(self._number())
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse("writing to a part")
+        self._recorder.write_part(self, key, value)
 
     __hash__ = object.__hash__
 
     def __getitem__(self, key: Any) -> Any:
-        return self._recorder.call(operator.getitem, self, key)
+        part = self._recorder.call(operator.getitem, self, key)
+        if type(part) is Symbol:
+            part._part_of = self, key
+        return part
 
 
 def _add_operators() -> None:
@@ -218,6 +222,8 @@ class _Method:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 example = self._rule(symbol._example, *recorder.examples(args), **recorder.examples(kwargs))
             return recorder.effect("call_method", name, (symbol, *args), kwargs, example)
+        if name == "copy_":
+            return recorder.copy_into(symbol, *args, **kwargs)
         if name.endswith("_") and not name.endswith("__"):
             return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)
         with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -14,7 +14,7 @@ from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
 from xopt.modules.base import has_kernels
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, shape_of, step
-from xopt.modules.substitute import in_place_of
+from xopt.modules.substitute import are_plain, in_place_of
 from xopt.ops.fakes import FLOATING
 
 _attention = torch.ops.xopt.attention.default
@@ -66,8 +66,9 @@ def _attention_of_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    heads_fit = enable_gqa or query.shape[1:2] == key.shape[1:2]
-    if dropout_p or not heads_fit or not can_attend(query, key, value, attn_mask):
+    if dropout_p or not are_plain(query, key, value, attn_mask) or not can_attend(query, key, value, attn_mask):
+        return NotImplemented
+    if not enable_gqa and query.shape[1] != key.shape[1]:
         return NotImplemented
     return attend(query, key, value, attn_mask, causal=is_causal, scale=scale).transpose(1, 2)
 

@@ -27,7 +27,7 @@ from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told
-from xopt.modules.substitute import in_place_of
+from xopt.modules.substitute import are_plain, in_place_of
 
 _linear = torch.ops.xopt.linear.default
 
@@ -104,7 +104,9 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 def _linear_of_torch(input: Any, weight: Any, bias: Any = None) -> Any:
     """Of a forward that takes a layer's weight and calls torch's function itself."""
     place = place_of(weight)
-    if place is None or weight.ndim != 2 or weight.transposed or is_for_torch(input, bias):
+    if place is None or weight.ndim != 2 or weight.transposed or not are_plain(input, bias):
+        return NotImplemented
+    if is_for_torch(input, bias):
         return NotImplemented
     options = told({}, input, None)
     return _linear(input, place.packed, weight.shape[0], bias, first_column=place.first_column, **options)

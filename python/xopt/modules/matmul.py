@@ -32,7 +32,7 @@ from xopt.modules.pattern import (
     step,
 )
 from xopt.modules.product import is_for_torch
-from xopt.modules.substitute import in_place_of
+from xopt.modules.substitute import are_plain, in_place_of
 from xopt.ops.fakes import FLOATING
 
 _matmul = torch.ops.xopt.matmul.default
@@ -235,20 +235,23 @@ def _merged(factor: Tensor, lead: int, rows: int, columns: int) -> Tensor:
 
 @in_place_of(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, switch=_SWITCH)
 def _matmul_of_torch(left: Any, right: Any, *rest: Any, **named: Any) -> Any:
-    return NotImplemented if rest or named or not _is_for_kernel(left, right) else matmul(left, right)
+    usual = not rest and not named and are_plain(left, right)
+    return matmul(left, right) if usual and _is_for_kernel(left, right) else NotImplemented
 
 
 @in_place_of(torch.baddbmm, torch.Tensor.baddbmm, switch=_SWITCH)
 def _baddbmm_of_torch(
     input: Any, batch1: Any, batch2: Any, *rest: Any, beta: Any = 1, alpha: Any = 1, **named: Any
 ) -> Any:
-    if rest or named or is_for_torch(input, None) or not _is_for_kernel(batch1, batch2):
+    if rest or named or not are_plain(input, batch1, batch2):
+        return NotImplemented
+    if is_for_torch(input, None) or not _is_for_kernel(batch1, batch2):
         return NotImplemented
     return baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
 
 
 @in_place_of(torch.einsum, switch=_SWITCH)
 def _einsum_of_torch(equation: Any, *factors: Any, **named: Any) -> Any:
-    if named or len(factors) != 2 or _plan_of(equation, *factors) is None:
+    if named or len(factors) != 2 or not are_plain(*factors) or _plan_of(equation, *factors) is None:
         return NotImplemented
     return einsum(equation, *factors)

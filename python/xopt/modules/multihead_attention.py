@@ -30,7 +30,7 @@ from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import is_for_torch
-from xopt.modules.substitute import in_place_of
+from xopt.modules.substitute import are_plain, in_place_of
 from xopt.ops.fakes import FLOATING
 
 _linear = torch.ops.xopt.linear.default
@@ -279,7 +279,9 @@ def _attention_of_torch(
         return NotImplemented
     if is_causal and attn_mask is None:
         return NotImplemented
-    if any(is_for_torch(each, in_proj_bias) or each.is_nested for each in inputs) or is_for_torch(query, out_proj_bias):
+    if not are_plain(*inputs, in_proj_bias, out_proj_bias, attn_mask, key_padding_mask):
+        return NotImplemented
+    if any(is_for_torch(each, in_proj_bias) for each in inputs) or is_for_torch(query, out_proj_bias):
         return NotImplemented
     size = embed_dim_to_check
     biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)

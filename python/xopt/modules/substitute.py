@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from xopt.config import Config
@@ -29,6 +31,12 @@ def in_place_of(*functions: Any, switch: str) -> Callable[[Substitute], Substitu
         return substitute
 
     return mark
+
+
+def are_plain(*tensors: Any) -> bool:
+    """Whether xopt's operators may be given them: not what torch or others derive from tensors (distributed, fake), and
+    no nested ones. None is no tensor, and may stand for one."""
+    return all(each is None or (type(each) in (torch.Tensor, nn.Parameter) and not each.is_nested) for each in tensors)
 
 
 class _State(threading.local):
