@@ -149,6 +149,27 @@ def attention_calls(caller: Caller, queries: int, keys: int, depth: int, dtype: 
         caller.call(f"attention {where}", attention, query, key, value, mask)
 
 
+def matmul_calls(caller: Caller, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    other = torch.randn(n).to(dtype)
+    for turn_left, turn_right in itertools.product((False, True), repeat=2):
+        left, right = (
+            torch.randn(2, *(sizes[::-1] if turned else sizes)).to(dtype)
+            for sizes, turned in (((m, k), turn_left), ((k, n), turn_right))
+        )
+
+        def matmul(
+            left: Tensor,
+            right: Tensor,
+            other: Tensor,
+            turn_left: bool = turn_left,
+            turn_right: bool = turn_right,
+        ) -> object:
+            lefts, rights = left.mT if turn_left else left, right.mT if turn_right else right
+            return torch.ops.xopt.matmul(lefts, rights, other, alpha=0.5)
+
+        caller.call(f"matmul {m}x{n}x{k} {dtype}, turned: {turn_left} {turn_right}", matmul, left, right, other)
+
+
 def norm_calls(caller: Caller, rows: int, columns: int, dtype: torch.dtype, other: torch.dtype) -> None:
     where = f"{rows}x{columns} {dtype} with {other}"
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((rows, columns), columns, columns))
@@ -276,6 +297,7 @@ def main(mode: str) -> None:
             int8_calls(caller, m, n, k, dtype)
         for dtype in FLOATS:
             attention_calls(caller, m, n, k, dtype)
+            matmul_calls(caller, m, n, k, dtype)
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             recurrent_calls(caller, m, n, k, dtype)
             norm_calls(caller, m, n, dtype, FLOATS[index % 3])

@@ -37,6 +37,8 @@ SCHEMAS = {
     "Tensor? batch_sizes=None, *, str cell, int hidden_size, int proj_size=0, int num_layers=1, bool bias=True, "
     "bool bidirectional=False, bool batch_first=False, ScalarType? out_dtype=None) "
     "-> (Tensor out, Tensor last_hidden, Tensor last_cell)",
+    "matmul": "matmul(Tensor left, Tensor right, Tensor? other=None, *, float alpha=1., "
+    "ScalarType? out_dtype=None) -> Tensor",
     "softmax": "softmax(Tensor input, *, ScalarType? out_dtype=None) -> Tensor",
     "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
     "float? scale_h=None, float? scale_w=None) -> Tensor",
@@ -174,6 +176,15 @@ def samples_attention() -> Iterator[Call]:
     yield (query, key, key, random(2, 1, 1, 9) < 0), {}
     yield (query, key, key, random(12, 9).to(query.dtype)), {"causal": True}
     yield (query[:, :, :0], key, key), {}
+
+
+def samples_matmul() -> Iterator[Call]:
+    for dtype in FLOATS:
+        left, right = random(2, 3, 5, K, dtype=dtype), random(3, K, N, dtype=dtype)
+        yield (left, right), {"out_dtype": torch.float32}
+        yield (left, random(2, 1, 7, K, dtype=dtype).mT, random(7, dtype=dtype)), {"alpha": 0.5}
+        yield (right.mT, left.mT, random(3, 1, 1)), {}
+    yield (random(0, 3, K), random(K, N)), {}
 
 
 def samples_layer_norm() -> Iterator[Call]:

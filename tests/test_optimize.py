@@ -499,6 +499,28 @@ def test_report_counts() -> None:
     assert 0.0 < report.optimized_linear_share <= 1.0
 
 
+def test_report_of_a_call_says_who_multiplies() -> None:
+    class Tail(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.addmm(x, self.inner(x), torch.ones(8, 24)[:, :8])
+
+    optimized = xopt.optimize(Tail().eval(), dtype=torch.float32)
+    assert xopt.report(optimized).multiply_add_share is None
+    x = torch.randn(4, 8)
+    for sample in (x, (x,), {"x": x}):
+        report = xopt.report(optimized, sample)
+        assert report.multiply_add_share == 0.5
+        assert dict(report.multiply_adds) == {"xopt.linear": 4 * 8 * 8, "aten.addmm": 4 * 8 * 8}
+        assert "50.0% of the call's multiply-adds" in str(report)
+        assert '"multiply_add_share": 0.5' in report.to_json()
+    with pytest.raises(TypeError, match=r"report: sample_input: expected a tensor, .* got int"):
+        xopt.report(optimized, 3)
+
+
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
 
 

@@ -305,58 +305,6 @@ def test_importing_xopt_does_not_import_the_profiler() -> None:
     fresh_process.output_of(program)
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
-
-_SCRIPT = """
-import sys, torch
-print("arguments", sys.argv[1:], __name__)
-torch.ones(128, 128) @ torch.ones(128, 128)
-if "fail" in sys.argv:
-    raise RuntimeError("half-way")
-sys.exit(3 if "exit" in sys.argv else 0)
-"""
-
-
-@pytest.mark.parametrize(("argument", "status", "error"), [("go", 0, None), ("exit", 3, "SystemExit: 3")])
-def test_a_script_is_profiled_and_keeps_its_exit_status(
-    tmp_path: pathlib.Path, argument: str, status: int, error: str | None
-) -> None:
-    taken, done = run_script(tmp_path, argument)
-    assert done.returncode == status, done.stderr
-    assert f"arguments ['{argument}'] __main__" in done.stdout
-    assert taken.error == error
-    assert any(kernel.flop == 2 * 128**3 for kernel in taken.kernels)
-
-
-def test_a_script_that_raises_half_way_keeps_the_profile_so_far(tmp_path: pathlib.Path) -> None:
-    taken, done = run_script(tmp_path, "fail")
-    assert done.returncode == 1
-    assert "RuntimeError: half-way" in done.stderr
-    assert taken.error == "RuntimeError: half-way"
-    assert any(kernel.flop == 2 * 128**3 for kernel in taken.kernels)
-
-
-def run_script(folder: pathlib.Path, argument: str) -> tuple[Profile, Any]:
-    script, data = folder / "script.py", folder / "profile.json"
-    script.write_text(_SCRIPT)
-    options = ["--no-roofs", "--json", str(data), str(script), argument]
-    done = fresh_process.run("-m", "xopt.profiling", *options)
-    return Profile.from_json(data.read_text()), done
-
-
-def test_two_profiles_are_compared(tmp_path: pathlib.Path) -> None:
-    files = []
-    for name, optimized in (("before", False), ("after", True)):
-        taken, _ = profiled("bert", optimized)
-        files.append(str(tmp_path / name))
-        pathlib.Path(files[-1]).write_text(taken.to_json())
-    done = fresh_process.run("-m", "xopt.profiling", "--diff", *files)
-    assert done.returncode == 0, done.stderr
-    assert "gone" in done.stdout
-    assert "new" in done.stdout
-    assert fresh_process.run("-m", "xopt.profiling", "--diff", files[0], str(tmp_path / "missing")).returncode == 2
-
-
 # ---- Time ------------------------------------------------------------------------------------------------------------
 
 

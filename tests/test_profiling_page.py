@@ -114,9 +114,16 @@ def test_the_table_is_sorted_and_filtered(taken: Profile, tmp_path: pathlib.Path
       const filter = document.getElementById("filter");
       filter.value = "CONV";
       filter.dispatchEvent(new Event("input"));
-      return [byTime, byName, column(3)];
+      const categories = column(3);
+      filter.value = "";
+      filter.dispatchEvent(new Event("input"));
+      [...document.querySelectorAll("#kernels th")].find((cell) => cell.textContent === "FLOP").click();
+      return [byTime, byName, categories, column(1)];
     })()"""
-    by_time, by_name, categories = found_by(script, taken, tmp_path)
+    by_time, by_name, categories, by_operations = found_by(script, taken, tmp_path)
+    operations = {kernel.name: kernel.flop for kernel in taken.kernels}
+    assert [operations[name] for name in by_operations] == sorted(operations.values(), reverse=True)
+    assert operations[by_operations[0]] > operations[by_operations[-1]]
     assert by_time == [kernel.name for kernel in taken.kernels]
     assert sorted(by_name) == sorted(by_time)
     assert by_name != by_time

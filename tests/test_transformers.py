@@ -144,6 +144,9 @@ def check_exactness(source: Any, inputs: dict[str, torch.Tensor], output: str, d
         theirs = copy.deepcopy(source).to(dtype)(**as_dtype(inputs, dtype))[output]
         result = optimized(**inputs)[output]
     assert result.dtype == torch.float32
+    share = xopt.report(optimized, inputs).multiply_add_share
+    assert share is not None
+    assert share >= 0.95
     rounding = torch.finfo(torch.float32).eps * 8  # at fp32, both are as good as exact
     assert relative_error(result, exact) <= 1.1 * relative_error(theirs, exact) + rounding
     return optimized

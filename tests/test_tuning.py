@@ -28,7 +28,17 @@ from xopt.tuning.store import Store
 from xopt.tuning.tuned import DEFAULT, Tuned
 
 CASES = 60
-TUNABLE = ("linear", "linear_gated", "linear_norm", "qlinear", "conv", "qconv", "conv_transpose")
+TUNABLE = (
+    "linear",
+    "linear_gated",
+    "linear_norm",
+    "qlinear",
+    "conv",
+    "qconv",
+    "conv_transpose",
+    "attention",
+    "weight_only",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +70,10 @@ def test_no_choice_changes_results_beyond_the_kernels_tolerance(name: str) -> No
                 raise AssertionError(f"by the choice {choice}: {failure}") from failure
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [("gemm", "f32"), ("gemm", "s8s8"), ("conv", "bf16")])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("gemm", "f32"), ("gemm", "s8s8"), ("conv", "bf16"), ("attention", "bf16"), ("conv_depthwise", "u8s8")],
+)
 def test_candidates_are_all_different_and_run(kernel: str, dtype: str) -> None:
     found = _C.tuning_candidates(kernel, dtype, 4)
     texts, choices = [text for text, _ in found], [tuple(choice) for _, choice in found]

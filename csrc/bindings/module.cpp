@@ -382,7 +382,7 @@ std::string tune_waits(const std::vector<std::pair<ChoiceNumbers, double>>& seco
     std::this_thread::sleep_for(std::chrono::duration<double>(left));
   };
   enter_tuning(TuningMode::max, {});
-  const Tuning chosen = choose_tuning(key, {wait, &seconds, nullptr, 0});
+  const Tuning chosen = choose_tuning(key, {wait, &seconds, {}});
   leave_tuning();
   return instance_text(key, chosen);
 }

@@ -5,6 +5,7 @@
 // softmax and all sums are fp32.
 #pragma once
 
+#include "runtime/tuning.h"
 #include "tiles/types.h"
 
 namespace xopt {
@@ -32,6 +33,7 @@ struct AttentionCall {
   float scale;
   int64_t first_offset, last_offset;  // within +-(queries + keys)
   void* out;                          // [batch, queries, heads * group, value_depth], contiguous, of the inputs' dtype
+  Tuning tuning = {};
 };
 
 using AttentionFn = void(const AttentionCall& call);  // kernel "attention", dtype f32, bf16, f16

@@ -3,7 +3,7 @@
 // The rows of a head of keys are its queries, of all the heads of its group: row = query * group + head of the group.
 //
 //   item              a head of keys x a range of row blocks, whichever thread takes it
-//    block of keys     256 or 384 of them, packed into panels that stay in L2 (keys: by column, values: by row)
+//    block of keys     256 or 384 of them unless tuned, packed into panels that stay in L2 (keys: by column, values: by row)
 //     row block         scores = block product; online softmax; sums = sums * factor + probabilities * values
 //
 // Row blocks and blocks of keys are cut the same way for any number of threads, so results do not depend on it. Blocks
@@ -24,6 +24,9 @@ template <class Block>
 struct AttentionPlan {
   static constexpr int64_t kMostRows = 1024;  // of an item: their sums stay in L2 or near it
   static constexpr int64_t kLeastRows = 128;  // fewer would pack keys and values for too little
+  static constexpr int64_t kMostTerms = Block::kMaxTiles * Block::kTileK;
+  static constexpr int64_t kMostKeysOfBlock = kMostKeys < kMostTerms ? kMostKeys : kMostTerms;
+  static_assert(kKeyBlock <= kMostKeysOfBlock);
 
   explicit AttentionPlan(const AttentionCall& call) {
     rows = call.queries * call.group;
@@ -33,6 +36,8 @@ struct AttentionPlan {
     depth_blocks = maximum<int64_t>(1, ceil_div(depth_tiles, Block::kMaxTiles));
     key_panel_bytes = depth_tiles * 2 * kTileBytes;
     value_panels = ceil_div(call.value_depth, kPanelColumns);
+    if (call.tuning.chunk_panels > 0) key_block = minimum(call.tuning.chunk_panels * kPanelColumns, kMostKeysOfBlock);
+    value_panel_bytes = key_block / Block::kTileK * 2 * kTileBytes;
     threads = xopt::max_threads();
     parts = ceil_div(rows, kMostRows);
     const int64_t heads = call.batch * call.heads;
@@ -40,11 +45,14 @@ struct AttentionPlan {
       const int64_t balanced = minimum(ceil_div(4 * threads, heads), ceil_div(rows, kLeastRows));
       parts = maximum(parts, maximum(balanced, ceil_div(threads, heads)));
     }
+    if (call.tuning.chunk_rows == TunedRows::half) parts *= 2;
+    if (call.tuning.chunk_rows == TunedRows::twice) parts = ceil_div(parts, 2);
     parts = minimum(parts, row_blocks);
     items = heads * parts;
   }
 
   int64_t rows, block_rows, row_blocks;
+  int64_t key_block = kKeyBlock, value_panel_bytes;
   int64_t depth_tiles, depth_blocks;  // of the depth: tiles, and blocks of at most kMaxTiles
   int64_t key_panel_bytes, value_panels;
   int64_t threads, parts, items;  // parts of a head's row blocks
@@ -57,9 +65,6 @@ class AttentionThread {
   static constexpr int64_t kAccValues = Block::kRows * kPanelColumns;
   static constexpr int64_t kBlockValues = Block::kRows * Block::kStride;  // of a copy of A
   static constexpr int kHalvesAtOnce = kWidth == kTileColumns ? 2 : 1;    // of a panel, as registers allow
-  static constexpr int64_t kKeyPanels = kKeyBlock / kPanelColumns;
-  static constexpr int64_t kValuePanelBytes = kKeyBlock / Block::kTileK * 2 * kTileBytes;
-  static_assert(kKeyBlock <= Block::kMaxTiles * Block::kTileK);
 
  public:
   AttentionThread(const AttentionCall& call, const AttentionPlan<Block>& plan, DType dtype)
@@ -69,11 +74,11 @@ class AttentionThread {
     const int64_t index = item / plan_.parts;
     const AttentionHead<T> head{call_, index / call_.heads, index % call_.heads};
     blocks_ = share(plan_.row_blocks, plan_.parts, item % plan_.parts);
-    const int64_t count = blocks_.size();
-    const Scratch keys(static_cast<size_t>(kKeyPanels * plan_.key_panel_bytes));
-    const Scratch values(static_cast<size_t>(plan_.value_panels * kValuePanelBytes));
+    const int64_t count = blocks_.size(), key_block = plan_.key_block, key_panels = ceil_div(key_block, kPanelColumns);
+    const Scratch keys(static_cast<size_t>(key_panels * plan_.key_panel_bytes));
+    const Scratch values(static_cast<size_t>(plan_.value_panels * plan_.value_panel_bytes));
     const Scratch a(static_cast<size_t>((plan_.depth_blocks + 1) * kBlockValues) * sizeof(A));
-    const Scratch scores(static_cast<size_t>(kKeyPanels * kAccValues) * sizeof(float));
+    const Scratch scores(static_cast<size_t>(key_panels * kAccValues) * sizeof(float));
     const Scratch sums(static_cast<size_t>(count * plan_.value_panels * kAccValues) * sizeof(float));
     const Scratch states(static_cast<size_t>(count) * sizeof(State));
     keys_ = keys.as<uint8_t>();
@@ -86,15 +91,15 @@ class AttentionThread {
     for (int64_t i = 0; i < count; ++i) states_[i].clear();
 
     const KeyRange wanted = keys_of(blocks_);
-    for (int64_t key = 0; key < wanted.end; key += kKeyBlock) {
-      if (key + kKeyBlock <= wanted.begin) continue;
+    for (int64_t key = 0; key < wanted.end; key += key_block) {
+      if (key + key_block <= wanted.begin) continue;
       pack(keys_at(head, key), values_at(head, key));
-      find_upcoming(key + kKeyBlock < wanted.end ? key + kKeyBlock : 0, item);
+      find_upcoming(key + key_block < wanted.end ? key + key_block : 0, item);
       for (int64_t block = blocks_.begin; block < blocks_.end; ++block) {
         const KeyRange seen = keys_of({block, block + 1});
-        if (seen.begin >= seen.end || seen.begin >= key + kKeyBlock || seen.end <= key) continue;
+        if (seen.begin >= seen.end || seen.begin >= key + key_block || seen.end <= key) continue;
         step(head, block, key, seen);
-        if (seen.end <= key + kKeyBlock) finish(head, block);
+        if (seen.end <= key + key_block) finish(head, block);
       }
     }
     for (int64_t block = blocks_.begin; block < blocks_.end; ++block) {
@@ -115,15 +120,15 @@ class AttentionThread {
   State* state_of(int64_t block) const { return states_ + (block - blocks_.begin); }
 
   HeadRows<T> keys_at(const AttentionHead<T>& head, int64_t key) const {
-    return {head.keys(key), call_.key.row_stride, minimum(kKeyBlock, call_.keys - key), call_.depth};
+    return {head.keys(key), call_.key.row_stride, minimum(plan_.key_block, call_.keys - key), call_.depth};
   }
   HeadRows<T> values_at(const AttentionHead<T>& head, int64_t key) const {
-    return {head.values(key), call_.value.row_stride, minimum(kKeyBlock, call_.keys - key), call_.value_depth};
+    return {head.values(key), call_.value.row_stride, minimum(plan_.key_block, call_.keys - key), call_.value_depth};
   }
 
   void pack(const HeadRows<T>& keys, const HeadRows<T>& values) const {
     pack_keys<A>(keys, keys_);
-    pack_values<A>(values, kValuePanelBytes, values_);
+    pack_values<A>(values, plan_.value_panel_bytes, values_);
   }
 
   // The keys and values that will be packed next are fetched meanwhile: this head's, or those of the item that this
@@ -136,7 +141,7 @@ class AttentionThread {
   }
 
   void step(const AttentionHead<T>& head, int64_t block, int64_t key, KeyRange seen) {
-    const int64_t count = minimum(kKeyBlock, seen.end - key), panels = ceil_div(count, kPanelColumns);
+    const int64_t count = minimum(plan_.key_block, seen.end - key), panels = ceil_div(count, kPanelColumns);
     // The first keys that a row block sees overwrite the sums.
     const bool more = seen.begin < key;
     const Range rows = rows_of(block);
@@ -159,7 +164,7 @@ class AttentionThread {
     prefetch_rows(upcoming_values_, share_of_rows.begin, share_of_rows.end);
     for (int64_t panel = 0; panel < plan_.value_panels; ++panel) {
       multiply(rows.size(), call_.value_depth - panel * kPanelColumns, count,
-               {probabilities_, values_ + panel * kValuePanelBytes, 0, sums + panel * kAccValues, more});
+               {probabilities_, values_ + panel * plan_.value_panel_bytes, 0, sums + panel * kAccValues, more});
     }
   }
 

@@ -10,6 +10,8 @@ namespace xopt::XOPT_ISA {
 
 // Keys between two looks at the maximum. More make fewer of them; AMX's 32 rows of scores fill L1 at 384.
 inline constexpr int64_t kKeyBlock = XOPT_LEVEL >= XOPT_LEVEL_AMX ? 256 : 384;
+// The most that a call may ask for.
+inline constexpr int64_t kMostKeys = 1024;
 inline constexpr float kInfinity = __builtin_inff();
 
 alignas(64) inline constexpr float kColumnNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -72,7 +74,7 @@ class MaskRow {
 
   const AttentionMask& mask_;
   int64_t offset_ = 0, key_ = -1, count_ = 0;
-  alignas(64) float bias_[kKeyBlock];
+  alignas(64) float bias_[kMostKeys];
 };
 
 // Of the keys so far. The largest score is -inf, and the sum 0, as long as a row saw none.

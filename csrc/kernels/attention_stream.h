@@ -1,6 +1,6 @@
 // Attention of a few rows, as in decoding: one pass over keys and values, where they are.
 //
-//   item          a head of keys x 512 keys, whichever thread takes it
+//   item          a head of keys x 512 keys unless tuned, whichever thread takes it
 //    block of keys  scores, online softmax, and sums of values, of all rows at once
 //   the last item of a head to be done puts the results of its parts together, always in the same order
 //
@@ -49,25 +49,24 @@ XOPT_INLINE void dot_four(const float* query, const K* const (&keys)[4], int64_t
 
 // What the items have in common. Each leaves its sums and state here.
 struct StreamPlan {
-  static constexpr int64_t kPartKeys = 512;
-
   explicit StreamPlan(const AttentionCall& call) {
     rows = call.queries * call.group;
     depth = round_up(call.depth, kPanelColumns);
     value_depth = round_up(call.value_depth, kPanelColumns);
     keys = keys_of_queries(call, 0, call.queries - 1);
-    parts = maximum<int64_t>(1, ceil_div(keys.end - keys.begin, kPartKeys));
+    if (call.tuning.chunk_panels > 0) part_keys = call.tuning.chunk_panels * kPanelColumns;
+    parts = maximum<int64_t>(1, ceil_div(keys.end - keys.begin, part_keys));
     heads = call.batch * call.heads;
   }
 
   KeyRange keys_of(int64_t part) const {
-    const int64_t begin = keys.begin + part * kPartKeys;
-    return {begin, minimum(begin + kPartKeys, keys.end)};
+    const int64_t begin = keys.begin + part * part_keys;
+    return {begin, minimum(begin + part_keys, keys.end)};
   }
 
   int64_t rows, depth, value_depth;  // depths with the padding of copies
   KeyRange keys;                     // that any row sees
-  int64_t parts, heads;
+  int64_t part_keys = 512, parts, heads;
 };
 
 struct StreamState : SoftmaxState<16> {

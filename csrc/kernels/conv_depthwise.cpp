@@ -19,8 +19,8 @@ namespace xopt::XOPT_ISA {
 namespace {
 
 constexpr int64_t kOutputs = 8;               // neighbouring outputs summed at once
-constexpr int64_t kStripRows = 2 * kOutputs;  // outputs of a line that go to the epilogue together
-constexpr int64_t kMostPanels = 4;            // of 32 channels, in a chunk
+constexpr int64_t kStripRows = 2 * kOutputs;  // outputs of a line that go to the epilogue together, unless tuned
+constexpr int64_t kMostPanels = 4;            // of 32 channels, in a chunk; tuned, up to kMostStripPanels
 static_assert(kMostPanels <= kMostStripPanels);
 constexpr int64_t kWeightBytes = 16 << 10;     // of a chunk, as floats
 constexpr int64_t kLineBytes = 256 << 10;      // of a chunk's copied lines
@@ -110,21 +110,27 @@ struct Inside {
 
 // Sizes of a thread's scratch.
 struct DepthwisePlan {
-  explicit DepthwisePlan(const PatchesView& v) {
+  explicit DepthwisePlan(const ConvCall& call) {
+    const PatchesView& v = call.input;
+    if (call.tuning.chunk_rows == TunedRows::half) strip_rows = kStripRows / 2;
+    if (call.tuning.chunk_rows == TunedRows::twice) strip_rows = kStripRows * 2;
     positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
     slots = v.kernel[0] * v.kernel[1];
     // What eight outputs at a time read: the last ones of a strip overlap those before them or, in a strip that has less
     // than eight, end behind the line.
-    const int64_t last_strip = v.out[2] % kStripRows;
+    const int64_t last_strip = v.out[2] % strip_rows;
     const int64_t outputs = last_strip == 0 ? v.out[2] : v.out[2] - last_strip + maximum(last_strip, kOutputs);
     width = (outputs - 1) * v.stride[2] + v.dilation[2] * (v.kernel[2] - 1) + 1;
     const int64_t panel_bytes = kPanelColumns * static_cast<int64_t>(sizeof(float));
     const int64_t fitting =
         minimum(kWeightBytes / (positions * panel_bytes), kLineBytes / (slots * width * panel_bytes));
-    chunk = minimum(kMostPanels, maximum<int64_t>(1, fitting)) * kPanelColumns;
+    int64_t panels = minimum(kMostPanels, maximum<int64_t>(1, fitting));
+    if (call.tuning.chunk_panels > 0) panels = minimum<int64_t>(call.tuning.chunk_panels, kMostStripPanels);
+    chunk = panels * kPanelColumns;
     pitch = chunk + kTileColumns;  // an odd number of cache lines, so that pixels do not fall into the same sets of L1
   }
   int64_t positions, slots, width;
+  int64_t strip_rows = kStripRows;
   int64_t chunk, pitch;  // channels of a chunk, and elements from a pixel of a copied line to the next
 };
 
@@ -140,7 +146,7 @@ class DepthwiseThread {
         epilogue_call_(epilogue_call),
         epilogue_(epilogue),
         plan_(plan),
-        sums_(static_cast<size_t>(plan.chunk * kStripRows) * sizeof(Value)),
+        sums_(static_cast<size_t>(plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
         lines_(static_cast<size_t>(plan.slots * plan.width * plan.pitch) * sizeof(Value)),
         held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
@@ -153,8 +159,8 @@ class DepthwiseThread {
     depths_ = Inside(first_depth_, v_.kernel[0], v_.dilation[0], v_.in[0]);
     heights_ = Inside(first_height_, v_.kernel[1], v_.dilation[1], v_.in[1]);
     find_lines();
-    for (int64_t w = 0; w < v_.out[2]; w += kStripRows) {
-      const int64_t rows = minimum(kStripRows, v_.out[2] - w);
+    for (int64_t w = 0; w < v_.out[2]; w += plan_.strip_rows) {
+      const int64_t rows = minimum(plan_.strip_rows, v_.out[2] - w);
       for (int64_t row = 0; row < rows; row += kOutputs) {
         // The last eight overlap those before them, where there are any.
         const int64_t start = maximum<int64_t>(0, minimum(row, rows - kOutputs));
@@ -162,7 +168,7 @@ class DepthwiseThread {
       }
       EpilogueStrip strip = strip_;
       strip.acc = sums_.as<Value>();
-      strip.acc_panel_stride = kStripRows * kPanelColumns;
+      strip.acc_panel_stride = plan_.strip_rows * kPanelColumns;
       strip.row = strip.out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w;
       strip.panel = channel / kPanelColumns;
       strip.column = channel;
@@ -248,8 +254,8 @@ class DepthwiseThread {
         weights += plan_.chunk;
       }
     }
-    Value* sums =
-        sums_.as<Value>() + c / kPanelColumns * kStripRows * kPanelColumns + row * kPanelColumns + c % kPanelColumns;
+    Value* sums = sums_.as<Value>() + c / kPanelColumns * plan_.strip_rows * kPanelColumns + row * kPanelColumns +
+                  c % kPanelColumns;
 #pragma GCC unroll 8
     for (int64_t r = 0; r < kOutputs; ++r) store_value(sums + r * kPanelColumns, acc[r]);
   }
@@ -276,11 +282,12 @@ void depthwise_of(const ConvCall& call) {
   gemm.weight.zero_point = gemm.epilogue.row_zero_point = nullptr;  // their part is not in the sums
   EpilogueFn* epilogue = nullptr;
   select(gemm, &epilogue);
-  const DepthwisePlan plan(v);
+  const DepthwisePlan plan(call);
   const int64_t chunks = (v.channels + plan.chunk - 1) / plan.chunk, lines = v.out[0] * v.out[1];
   const int64_t parts = call.images * chunks * lines;
   const int64_t wanted = gemm.m * v.channels * plan.positions / kProductsOfAThread + 1;
-  const int64_t threads = minimum(minimum<int64_t>(max_threads(), parts), wanted);
+  const int64_t most = minimum<int64_t>(max_threads(), parts);
+  const int64_t threads = minimum(most, call.tuning.grid_rows > 0 ? call.tuning.grid_rows : wanted);
   parallel(static_cast<int>(threads), [&](int thread, int count) {
     DepthwiseThread<In, Round, Value> part(call, gemm, epilogue, plan);
     for (int64_t i = parts * thread / count; i < parts * (thread + 1) / count; ++i) {

@@ -45,7 +45,11 @@ void multiply(const WeightOnlyCall& call, Kernel<DecodeFn>& decode, Kernel<GemmF
     part.weight.panels = count;
     part.weight.panel_data = panels.as<uint8_t>();
     part.epilogue = columns_of(call.gemm.epilogue, first);
-    gemm(part);
+    if (part.tuning.level < 0) {
+      gemm(part);
+    } else {
+      gemm.run_up_to(minimum(static_cast<Isa>(part.tuning.level), active_isa()), part);
+    }
   }
 }
 

@@ -18,18 +18,18 @@ void require(AOTITorchError status, const char* what) {
   if (status != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("xopt: torch failed to ") + what);
 }
 
-std::string list_text(const int64_t* values, int64_t count) {
-  std::string text = "[";
-  for (int64_t i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
-  return text + "]";
-}
-
 Offload* asynchronous_offload() {
   Offload* offload = current_offload();
   return offload != nullptr && offload->is_asynchronous() ? offload : nullptr;
 }
 
 }  // namespace
+
+std::string list_text(const int64_t* values, int64_t count) {
+  std::string text = "[";
+  for (int64_t i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
+  return text + "]";
+}
 
 std::optional<DType> dtype_from_torch(int32_t code) {
   const TorchCodes& codes = torch_codes();
@@ -254,7 +254,10 @@ Tensor Tensor::first(int64_t count) const {
 }
 Tensor Tensor::host_copy() const { return copied_in_rows({torch_codes().cpu, -1, {}}); }
 Tensor Tensor::placed_copy() const { return copied_in_rows(place()); }
-Tensor Tensor::contiguous_copy() const { return copied_to(empty(sizes_, dims_, copied_dtype())); }
+Tensor Tensor::contiguous_copy() const { return contiguous_copy(sizes_, dims_); }
+Tensor Tensor::contiguous_copy(const int64_t* sizes, int64_t dims) const {
+  return copied_to(empty(sizes, dims, copied_dtype()));
+}
 Tensor Tensor::channels_last_copy() const { return copied_to(empty_channels_last(sizes_, dims_, copied_dtype())); }
 
 DType Tensor::copied_dtype() const {

@@ -39,6 +39,7 @@ inline const TorchCodes& torch_codes() {
 std::optional<DType> dtype_from_torch(int32_t code);
 int32_t dtype_to_torch(DType dtype);
 std::string torch_dtype_name(int32_t code);
+std::string list_text(const int64_t* values, int64_t count);  // "[2, 3]"
 
 // An owned tensor. The sizes and strides are those of the tensor object and live as long as it.
 class Tensor {
@@ -60,6 +61,7 @@ class Tensor {
   // The same elements as `whole`, whose memory it keeps; when that is dropped, `dropped` is told where it was.
   static Tensor watched(Tensor whole, void (*dropped)(void* data));
   Tensor contiguous_copy() const;
+  Tensor contiguous_copy(const int64_t* sizes, int64_t dims) const;  // broadcast to this shape
   Tensor channels_last_copy() const;
   Tensor first(int64_t count) const;  // of one dimension: its first elements, in the same memory
   Tensor host_copy() const;           // on the CPU; waits where the tensor lies on another device

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "ops/check.h"
+#include "ops/tuned.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -121,7 +122,9 @@ float checked_scale(const std::optional<double>& scale, int64_t depth) {
 
 void run(const AttentionCall& call, DType dtype) {
   static Kernel<AttentionFn> f32("attention", "f32"), bf16("attention", "bf16"), f16("attention", "f16");
-  (dtype == DType::f32 ? f32 : dtype == DType::bf16 ? bf16 : f16)(call);
+  Kernel<AttentionFn>& kernel = dtype == DType::f32 ? f32 : dtype == DType::bf16 ? bf16 : f16;
+  if (call.batch * call.heads * call.queries * call.keys == 0) return kernel(call);
+  run_tuned(kernel, call, cold_memory(call, dtype));
 }
 
 void attention(StableIValue* stack, uint64_t, uint64_t) {

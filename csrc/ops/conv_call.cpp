@@ -146,10 +146,10 @@ void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layou
   }
   if (call.weight.dtype == DType::s8) {
     const bool is_signed = call.input.dtype == DType::s8;
-    if (layout.depthwise) return is_signed ? conv_depthwise_s8s8(call) : conv_depthwise_u8s8(call);
+    if (layout.depthwise) return run_tuned(is_signed ? conv_depthwise_s8s8 : conv_depthwise_u8s8, call);
     return run_tuned(is_signed ? conv_s8s8 : conv_u8s8, call);
   }
-  if (layout.depthwise) return conv_depthwise_f32(call);
+  if (layout.depthwise) return run_tuned(conv_depthwise_f32, call);
   switch (call.weight.dtype) {
     case DType::f32:
       return run_tuned(conv_f32, call);

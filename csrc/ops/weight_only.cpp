@@ -3,6 +3,7 @@
 #include "kernels/weight_only.h"
 
 #include "ops/gemm_arguments.h"
+#include "ops/tuned.h"
 #include "ops/xpu_weights.h"
 #include "runtime/registry.h"
 
@@ -118,14 +119,11 @@ void run(const WeightOnlyCall& call) {
   static Kernel<WeightOnlyFn> f32("gemm_weight_only", "f32"), bf16("gemm_weight_only", "bf16"),
       f16("gemm_weight_only", "f16");
   if (call.gemm.m == 0 || call.gemm.weight.n == 0) return;
-  switch (call.gemm.weight.dtype) {
-    case DType::f32:
-      return f32(call);
-    case DType::bf16:
-      return bf16(call);
-    default:
-      return f16(call);
-  }
+  const DType dtype = call.gemm.weight.dtype;
+  Kernel<WeightOnlyFn>& kernel = dtype == DType::f32 ? f32 : dtype == DType::bf16 ? bf16 : f16;
+  const CodedWeight& codes = call.codes;
+  if (codes.k_tiles == 0) return kernel(call);
+  run_tuned(kernel, call, {{{codes.codes, static_cast<size_t>(codes.panels * codes.panel_bytes)}, {}}});
 }
 
 void linear_weight_only(StableIValue* stack, uint64_t, uint64_t) {

@@ -143,7 +143,7 @@ void flush(const void* data, size_t bytes) {
 }
 
 void run_once(const TuningTrial& trial, Contender* contender) {
-  flush(trial.weights, trial.weight_bytes);
+  for (const ColdMemory::Run& run : trial.cold.runs) flush(run.data, run.bytes);
   const double start = now();
   try {
     trial.run(trial.context, contender->choice);
@@ -261,14 +261,43 @@ Tuning choose_tuning(const TuningKey& key, const TuningTrial& trial) {
   return choice;
 }
 
-std::vector<Tuning> tuning_candidates(const TuningKey& key) {
-  const char *kernel = key.kernel.c_str(), *dtype = key.dtype.c_str();
+namespace {
+
+// Whose records there are to choose from: products with weights of a few bits hand their panels over to the GEMM.
+const char* multiplying_kernel(const TuningKey& key) {
+  return key.kernel == "gemm_weight_only" ? "gemm" : key.kernel.c_str();
+}
+
+// What there is to choose beside levels.
+std::vector<Tuning> blockings_of(const TuningKey& key, Isa usual) {
   std::vector<Tuning> found;
   const auto add = [&found](auto set) {
     Tuning choice;
     set(choice);
     found.push_back(choice);
   };
+  const bool attends = key.kernel == "attention", depthwise = key.kernel == "conv_depthwise";
+  const std::vector<int> panels = attends ? std::vector{2, 4, 8, 16, 32} : std::vector{1, 2, 4, 8};
+  for (const int count : panels) add([&](Tuning& choice) { choice.chunk_panels = static_cast<int16_t>(count); });
+  for (const TunedRows rows : {TunedRows::half, TunedRows::twice}) add([&](Tuning& c) { c.chunk_rows = rows; });
+  if (attends) return found;
+  for (int rows = 1; rows <= key.threads && key.threads > 1; ++rows) {
+    if (key.threads % rows == 0) add([&](Tuning& choice) { choice.grid_rows = static_cast<int16_t>(rows); });
+  }
+  if (depthwise) return found;
+  if (usual != Isa::amx) {
+    for (const TunedStay stay : {TunedStay::never, TunedStay::always}) add([&](Tuning& c) { c.weights_stay = stay; });
+  } else if (key.kernel == "conv") {
+    for (const TunedPath path : {TunedPath::patches, TunedPath::raster}) add([&](Tuning& c) { c.path = path; });
+  }
+  return found;
+}
+
+}  // namespace
+
+std::vector<Tuning> tuning_candidates(const TuningKey& key) {
+  const char *kernel = multiplying_kernel(key), *dtype = key.dtype.c_str();
+  std::vector<Tuning> found;
   std::vector<int> levels;
   for (const KernelRecord* record = first_kernel(); record != nullptr; record = record->next) {
     const bool same = std::strcmp(record->name, kernel) == 0 && std::strcmp(record->dtype, dtype) == 0;
@@ -278,31 +307,27 @@ std::vector<Tuning> tuning_candidates(const TuningKey& key) {
   std::sort(levels.rbegin(), levels.rend());
   const KernelRecord* usual = find_kernel(kernel, dtype);
   levels.erase(std::remove(levels.begin(), levels.end(), static_cast<int>(usual->isa)), levels.end());
-  for (const int level : levels) add([&](Tuning& choice) { choice.level = static_cast<int8_t>(level); });
-  for (const int panels : {1, 2, 4, 8})
-    add([&](Tuning& choice) { choice.chunk_panels = static_cast<int16_t>(panels); });
-  for (const TunedRows rows : {TunedRows::half, TunedRows::twice}) add([&](Tuning& c) { c.chunk_rows = rows; });
-  if (usual->isa != Isa::amx) {
-    for (const TunedStay stay : {TunedStay::never, TunedStay::always}) add([&](Tuning& c) { c.weights_stay = stay; });
+  for (const int level : levels) {
+    found.emplace_back();
+    found.back().level = static_cast<int8_t>(level);
   }
-  for (int rows = 1; rows <= key.threads && key.threads > 1; ++rows) {
-    if (key.threads % rows == 0) add([&](Tuning& choice) { choice.grid_rows = static_cast<int16_t>(rows); });
-  }
-  if (usual->isa == Isa::amx && std::strcmp(kernel, "conv") == 0) {
-    for (const TunedPath path : {TunedPath::patches, TunedPath::raster}) add([&](Tuning& c) { c.path = path; });
-  }
+  const std::vector<Tuning> blockings = blockings_of(key, usual->isa);
+  found.insert(found.end(), blockings.begin(), blockings.end());
   return found;
 }
 
 Isa level_of_choice(const TuningKey& key, const Tuning& choice) {
   const Isa limit = choice.level < 0 ? key.level : static_cast<Isa>(choice.level);
-  return find_kernel(key.kernel.c_str(), key.dtype.c_str(), std::min(limit, active_isa()))->isa;
+  return find_kernel(multiplying_kernel(key), key.dtype.c_str(), std::min(limit, active_isa()))->isa;
 }
 
 std::string instance_text(const TuningKey& key, const Tuning& choice) {
   std::string text = isa_name(level_of_choice(key, choice));
   if (choice.path != TunedPath::automatic) text += choice.path == TunedPath::raster ? ", raster" : ", patches";
-  if (choice.chunk_panels > 0) text += ", " + std::to_string(choice.chunk_panels) + " panels";
+  if (choice.chunk_panels > 0) {
+    const bool keys = key.kernel == "attention";
+    text += ", " + std::to_string(choice.chunk_panels * (keys ? 32 : 1)) + (keys ? " keys" : " panels");
+  }
   if (choice.chunk_rows != TunedRows::automatic) text += choice.chunk_rows == TunedRows::half ? ", rows/2" : ", rows*2";
   if (choice.grid_rows > 0) text += ", grid " + std::to_string(choice.grid_rows);
   if (choice.weights_stay != TunedStay::automatic) {

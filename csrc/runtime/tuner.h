@@ -3,8 +3,8 @@
 // It is off unless a scope of this thread or the process as a whole turns it on; off, a call pays one load and one
 // branch. What was found is held in memory here; python/xopt/tuning keeps it on disk.
 //
-// A trial runs the very call, on its operands, into its output. Weights are flushed from the caches before each run,
-// since a model's weights do not stay there from one forward to the next. Contenders take turns for several rounds, and
+// A trial runs the very call, on its operands, into its output. Weights and caches of
+// keys are flushed from the CPU's caches before each run, since they do not stay there from one forward to the next. Contenders take turns for several rounds, and
 // the heuristics' choice stays unless another is faster by a clear margin, in its best run and in the median of rounds,
 // and once more in a second series.
 #pragma once
@@ -51,12 +51,20 @@ struct TunedCall {
   bool fresh = false;                       // found in this process, and not yet asked for by take_fresh
 };
 
+// What is flushed from the caches before each run.
+struct ColdMemory {
+  struct Run {
+    const void* data = nullptr;
+    size_t bytes = 0;
+  };
+  Run runs[2] = {};
+};
+
 // A call that can be repeated.
 struct TuningTrial {
   void (*run)(const void* context, const Tuning& choice);
   const void* context;
-  const void* weights;
-  size_t weight_bytes;
+  ColdMemory cold;
 };
 
 // What to do for a call in this thread: the heuristics' choice where its mode is off, and inside parallel regions.

@@ -1,5 +1,5 @@
-// What a call may do otherwise than the heuristics of its kernel would: a plain argument of GEMMs and convolutions. Zero
-// leaves a choice to the heuristics. No choice changes what is computed, but for the order in which sums are added up.
+// What a call may do otherwise than the heuristics of its kernel would: a plain argument of products, convolutions and
+// attention. Zero leaves a choice to the heuristics. No choice changes what is computed, but for the order in which sums are added up.
 // runtime/tuner.h finds out which choices pay.
 #pragma once
 
@@ -7,15 +7,19 @@
 
 namespace xopt {
 
-enum class TunedRows : int8_t { automatic, half, twice };    // row blocks of a chunk, of what the heuristics would take
-enum class TunedStay : int8_t { automatic, never, always };  // a thread's weights in L2 while its rows pass
+// Row blocks of a chunk, of what the heuristics would take; of an item of attention; outputs of a strip of a depthwise
+// convolution.
+enum class TunedRows : int8_t { automatic, half, twice };
+enum class TunedStay : int8_t { automatic, never, always };    // a thread's weights in L2 while its rows pass
 enum class TunedPath : int8_t { automatic, patches, raster };  // how a convolution reads its image
 
 struct Tuning {
-  int8_t level = -1;         // the record of the highest level up to this one; -1: up to the active level
-  int16_t chunk_panels = 0;  // panels whose weights stay in L2 while the rows of a chunk pass
+  int8_t level = -1;  // the record of the highest level up to this one; -1: up to the active level
+  // Panels of 32 columns that stay in cache while the rows of a chunk pass: of weights, of attention's keys, of a
+  // depthwise convolution's channels. What a kernel has no room for, it cuts to the most that it has.
+  int16_t chunk_panels = 0;
   TunedRows chunk_rows = TunedRows::automatic;
-  int16_t grid_rows = 0;  // into how many parts threads cut the rows; columns make up the rest
+  int16_t grid_rows = 0;  // into how many parts threads cut the rows; columns make up the rest, if they are cut at all
   TunedStay weights_stay = TunedStay::automatic;
   TunedPath path = TunedPath::automatic;
 };

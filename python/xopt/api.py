@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from xopt.modules.block import make_block
 from xopt.modules.computed_weight import is_computed
 from xopt.modules.root import make_root
 from xopt.plan.plan import Decision, make_plan
-from xopt.report import ATTRIBUTE, Entry, Report
+from xopt.report import ATTRIBUTE, Entry, Report, call_arguments
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -77,7 +77,7 @@ def optimize(
     """
     config = _read_options(options, config or Config())
     _check_arguments(model, dtype, level)
-    sample = _call_arguments(sample_input)
+    sample = None if sample_input is None else call_arguments("optimize", sample_input)
     _integrations()
     if not inplace:
         model = _copy(model, dtype, level, config)
@@ -120,20 +120,6 @@ def _make_blocks(
         if part is not model:
             make_block(part, config)
     make_root(model, config, inside, source_dtype)
-
-
-def _call_arguments(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if sample_input is None:
-        return None
-    if isinstance(sample_input, torch.Tensor):
-        return (sample_input,), {}
-    if isinstance(sample_input, (tuple, list)):
-        return tuple(sample_input), {}
-    if isinstance(sample_input, Mapping):
-        return (), dict(sample_input)
-    raise TypeError(
-        f"optimize: sample_input: expected a tensor, a tuple or a dict of arguments, got {type(sample_input).__name__}"
-    )
 
 
 def _read_options(options: dict[str, Any], config: Config) -> Config:

@@ -21,7 +21,7 @@ class Environment:
     kept_output_mb: int = 256
     """XOPT_KEPT_OUTPUT_MB: how much memory of freed outputs is held for the next ones; 0: none."""
     autotune: str = "off"
-    """XOPT_AUTOTUNE=max: all products and convolutions of the process are tuned (`Config.autotune`)."""
+    """XOPT_AUTOTUNE=max: all products, convolutions and attention of the process are tuned (`Config.autotune`)."""
 
     def __post_init__(self) -> None:
         if self.max_isa is not None and self.max_isa not in _C.isa_levels():
@@ -93,6 +93,9 @@ class Config:
     """LayerNorm and RMSNorm, also written out, run on xopt's kernels, with the addition before them."""
     fuse_attention: bool = True
     """Scaled dot product attention runs on xopt's kernel."""
+    multiply_activations: bool = True
+    """Products of two activations outside of attention (torch.matmul, bmm, baddbmm, einsum) run on xopt's kernel, with
+    the scale and the addition that follow."""
     fuse_rotary: bool = True
     """Rotary position embeddings of queries and keys become one step."""
     replace_dropout_with_identity: bool = True
@@ -101,9 +104,9 @@ class Config:
     """An optimized model of another dtype than its source computes under autocast by itself, so that the optimized
     dtype flows between its layers. Off: each layer answers in the dtype of its input."""
     autotune: str = "off"
-    """"max": for each shape of a product or convolution that the model's forward meets, the instances and blockings of
-    its kernel are tried, some seconds for a shape, and what is clearly faster is used from then on, also by later
-    processes (`python -m xopt cache`)."""
+    """"max": for each shape of a product, convolution or attention that the model's forward meets, the instances and
+    blockings of its kernel are tried, some seconds for a shape, and what is clearly faster is used from then on, also
+    by later processes (`python -m xopt cache`)."""
     backend: str = "cpu"
     """What runs the kernels of a model in the CPU's memory: "cpu", or "sycl", the SYCL kernels on the CPU's own SYCL
     device (`xopt.sycl.device("cpu")`), by which they are tested and shown. Takes the SYCL part."""

@@ -6,11 +6,13 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from xopt import _C
 from xopt.config import Config
@@ -68,6 +70,8 @@ class Report:
     """With backend "sycl": kernels that the device lacks, and the CPU has run so far: "recurrent_gates f32"."""
     tuned: tuple[Tuned, ...] = ()
     """The calls that were tuned, or looked at and left to the heuristics (`xopt.tune`)."""
+    multiply_adds: tuple[tuple[str, int], ...] = ()
+    """Of the call that `xopt.report` was given: how many each operator does ("xopt.linear", "aten.bmm")."""
 
     @property
     def optimized_linear_share(self) -> float:
@@ -82,8 +86,16 @@ class Report:
         its output."""
         return _packed_share([entry for entry in self.entries if entry.is_conv])
 
+    @property
+    def multiply_add_share(self) -> float | None:
+        """The share of that call's multiply-adds that runs on xopt's kernels; None without a call that has any."""
+        total = sum(count for _, count in self.multiply_adds)
+        ours = sum(count for op, count in self.multiply_adds if op.startswith("xopt."))
+        return ours / total if total else None
+
     def to_json(self) -> str:
-        shares = {name: getattr(self, name) for name in ("optimized_linear_share", "optimized_conv_share")}
+        names = ("optimized_linear_share", "optimized_conv_share", "multiply_add_share")
+        shares = {name: getattr(self, name) for name in names}
         content = dataclasses.asdict(self) | shares
         return json.dumps(content, indent=2)
 
@@ -134,6 +146,11 @@ class Report:
         ):
             if share or kind == "linear layers":
                 console.print(f"{share:.1%} of the {kind}' weights run on xopt's kernels.")
+        if self.multiply_add_share is not None:
+            console.print(f"{self.multiply_add_share:.1%} of the call's multiply-adds run on xopt's kernels.")
+            others = [f"{op} {count:,}" for op, count in self.multiply_adds if not op.startswith("xopt.")]
+            if others:
+                console.print(f"Torch's: {', '.join(others)}.")
         if self.fusions:
             console.print(self.fusion_table())
         elif any(entry.optimized for entry in self.entries):
@@ -162,14 +179,20 @@ def _packed_share(entries: list[Entry]) -> float:
     return packed / total if total else 0.0
 
 
-def report(model: nn.Module) -> Report:
-    """The report of the `optimize` call that made this model, with what its blocks have come to since."""
+def report(model: nn.Module, sample_input: Any = None) -> Report:
+    """The report of the `optimize` call that made this model, with what its blocks have come to since.
+
+    sample_input: a tensor, a tuple of arguments or a dict of keyword arguments, with which the model is called twice;
+        the report then says which share of the call's multiply-adds runs on xopt's kernels.
+    """
     found: Report | None = model.__dict__.get(ATTRIBUTE)
     if found is None:
         raise ValueError(f"report: model: expected what xopt.optimize returned, got a {type(model).__name__} without")
+    multiply_adds = () if sample_input is None else tuple(_multiply_adds(model, sample_input))
     tuning = tuning_of(model)
     return dataclasses.replace(
         found,
+        multiply_adds=multiply_adds,
         fusions=tuple(_fusions(model)),
         defaults=tuple(_default_instances(found.entries)) if _runs_on_cpu(model, found.config) else (),
         left_to_cpu=left_to_cpu_of(model),
@@ -179,6 +202,28 @@ def report(model: nn.Module) -> Report:
 
 def _runs_on_cpu(model: nn.Module, config: Config) -> bool:
     return config.backend == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def call_arguments(function: str, sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of a tensor, a tuple of arguments or a dict of keyword arguments. `function`: who was given it, for the error."""
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, (tuple, list)):
+        return tuple(sample_input), {}
+    if isinstance(sample_input, Mapping):
+        return (), dict(sample_input)
+    kind = type(sample_input).__name__
+    raise TypeError(f"{function}: sample_input: expected a tensor, a tuple or a dict of arguments, got {kind}")
+
+
+def _multiply_adds(model: nn.Module, sample_input: Any) -> Iterator[tuple[str, int]]:
+    args, kwargs = call_arguments("report", sample_input)
+    with torch.no_grad():
+        model(*args, **kwargs)  # what is computed while blocks are recorded does not count
+        with FlopCounterMode(display=False) as counter:
+            model(*args, **kwargs)
+    for op, flop in counter.get_flop_counts().get("Global", {}).items():
+        yield str(op), flop // 2
 
 
 def _default_instances(entries: tuple[Entry, ...]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`tune`: an optimized model's products and convolutions, each by the instance that is the fastest for its shape."""
+"""`tune`: products, convolutions and attention of a model by the instances that are fastest for their shapes."""
 
 from __future__ import annotations
 

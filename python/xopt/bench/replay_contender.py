@@ -10,8 +10,23 @@ import torch
 
 import xopt
 from xopt import _C
+from xopt.bench.peers import find_op
 
 RECORDED = "what ran"
+_TUNABLE = ("gemm", "conv", "conv_depthwise", "attention")
+_NOT_TUNED = ("xopt::recurrent",)
+"""Operators that call these kernels in pieces of their own choice."""
+
+ONEDNN_ACTIVATIONS = {
+    "none": ("none", ""),
+    "relu": ("relu", ""),
+    "gelu_erf": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+    "sigmoid": ("sigmoid", ""),
+    "tanh": ("tanh", ""),
+}
+"""oneDNN's names for activations in torch: the name, and the kind."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +40,7 @@ class Contender:
     same_result: bool = True
     """Whether it computes all that was recorded, and not only its main work."""
     choice: tuple[int, ...] | None = None
-    """What of a product or convolution is chosen otherwise than by heuristics; None: nothing."""
+    """What of the kernel is chosen otherwise than by heuristics; None: nothing."""
 
 
 def levels_of(kernel: dict[str, Any]) -> list[str]:
@@ -37,21 +52,31 @@ def levels_of(kernel: dict[str, Any]) -> list[str]:
 def _kernel_of(kernel: dict[str, Any]) -> str | None:
     """The name in the registry of what an operator of ours runs."""
     cost = xopt.ops.costs.COSTS.get(kernel["operator"].removeprefix("xopt::"))
-    return cost.kernel if cost is not None else None
+    if cost is None or not kernel["arguments"]:
+        return None
+    schema = find_op(f"{kernel['operator'].replace('::', '.')}.default")._schema.arguments
+    given = {one.name: _shape_of(kernel["arguments"][one.name]) for one in schema if one.name in kernel["arguments"]}
+    named = {one.name: given.pop(one.name) for one in schema if one.kwarg_only and one.name in given}
+    return cost.work(*given.values(), **named).kernel or cost.kernel
 
 
-def _registered_dtype(dtype: str) -> str:
+def _shape_of(value: Any) -> Any:
+    """As the operators' formulas take it."""
+    if isinstance(value, list):
+        return [_shape_of(item) for item in value]
+    return value["shape"] if isinstance(value, dict) and "shape" in value else value
+
+
+def _registered_dtype(kernel: str, dtype: str) -> str:
     """Of a kernel whose input has this dtype."""
-    return {"s8": "s8s8", "u8": "u8s8"}.get(dtype, dtype)
+    found = {"s8": "s8s8", "u8": "u8s8"}.get(dtype, dtype)
+    # Some compute in fp32 whatever the dtype.
+    return found if any((record.name, record.dtype) == (kernel, found) for record in xopt.kernels()) else "f32"
 
 
 def instance_levels(kernel: str, dtype: str) -> list[str]:
-    usable = xopt.capabilities().levels
-    records = [record for record in xopt.kernels() if record.name == kernel and record.isa in usable]
-    wanted = _registered_dtype(dtype)
-    if not any(record.dtype == wanted for record in records):
-        wanted = "f32"  # kernels that compute in fp32 whatever the dtype
-    return [record.isa for record in records if record.dtype == wanted]
+    usable, wanted = xopt.capabilities().levels, (kernel, _registered_dtype(kernel, dtype))
+    return [record.isa for record in xopt.kernels() if (record.name, record.dtype) == wanted and record.isa in usable]
 
 
 def ours_at_levels(name: str, kernel: str, dtype: str, all_instances: bool) -> Iterator[tuple[str, str | None]]:
@@ -63,10 +88,8 @@ def ours_at_levels(name: str, kernel: str, dtype: str, all_instances: bool) -> I
 
 def blockings_of(kernel: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     """What autotuning would try beside levels, where it has a say in the kernel."""
-    name, dtype = _kernel_of(kernel), _registered_dtype(kernel["dtype"])
-    if name not in ("gemm", "conv") or kernel["operator"] == "xopt::recurrent":
+    name = _kernel_of(kernel)
+    if name not in _TUNABLE or kernel["operator"] in _NOT_TUNED:
         return []
-    if dtype not in {record.dtype for record in xopt.kernels() if record.name == name}:
-        return []
-    found = _C.tuning_candidates(name, dtype, torch.get_num_threads())
+    found = _C.tuning_candidates(name, _registered_dtype(name, kernel["dtype"]), torch.get_num_threads())
     return [(instance, tuple(choice)) for instance, choice in found if choice[0] < 0]

@@ -10,9 +10,11 @@ import torch
 
 from xopt.bench.errors import UnavailableError
 from xopt.bench.peers import find_op, require_onednn
-from xopt.bench.replay_contender import RECORDED, Contender, blockings_of, levels_of, ours_at_levels
+from xopt.bench.replay_contender import ONEDNN_ACTIVATIONS, RECORDED, Contender, blockings_of, levels_of, ours_at_levels
+from xopt.bench.replay_int8 import int8_contenders
 from xopt.bench.replay_operands import Named, dtype_of, operands_of
 from xopt.bench.replay_recurrent import recurrent_contenders
+from xopt.bench.replay_torch import torch_contenders
 from xopt.bench.replay_transposed import is_transposed, transposed_contenders
 
 Tensor = torch.Tensor
@@ -31,7 +33,10 @@ def contenders_of(kernel: dict[str, Any], all_instances: bool) -> list[Contender
     if kernel["operator"].startswith("xopt::") and all_instances:
         found += [Contender(f"xopt, {level}", make, call, level) for level in levels_of(kernel)]
         found += [Contender(f"xopt, {name}", make, call, choice=choice) for name, choice in blockings_of(kernel)]
-    makers = (_product_contenders, _conv_contenders, _attention_contenders, transposed_contenders, recurrent_contenders)
+    makers = (
+        *(_product_contenders, _conv_contenders, _attention_contenders, transposed_contenders, recurrent_contenders),
+        *(int8_contenders, torch_contenders),
+    )
     for make_others in makers:
         found += make_others(kernel, make, all_instances)
     return found
@@ -51,18 +56,6 @@ class _Product:
     """That is added."""
 
 
-# oneDNN's names for activations in torch: the name, and the kind.
-_ONEDNN_ACTIVATIONS = {
-    "none": ("none", ""),
-    "relu": ("relu", ""),
-    "gelu_erf": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-    "silu": ("swish", ""),
-    "sigmoid": ("sigmoid", ""),
-    "tanh": ("tanh", ""),
-}
-
-
 def _xopt_product(named: Named, dtype: torch.dtype) -> _Product:
     values, columns = named["input"], int(named["out_features"])
     if named.get("first_column"):
@@ -72,6 +65,17 @@ def _xopt_product(named: Named, dtype: torch.dtype) -> _Product:
     activation, binary = named.get("activation", "none"), named.get("binary", "none")
     other = named.get("other") if binary == "add" else None
     return _Product(values.to(dtype), weight, named.get("bias"), activation if binary == "none" else "none", other)
+
+
+def _xopt_gated(named: Named, dtype: torch.dtype) -> _Product:
+    values, columns = named["input"], int(named["out_features"])
+    pair = find_op("xopt.linear_unpack_gated.default")(named["packed"], columns, values.shape[-1], dtype)
+    return _Product(values.to(dtype), torch.cat(pair), None)
+
+
+def _xopt_weight_only(named: Named, dtype: torch.dtype) -> _Product:
+    values, columns = named["input"], int(named["out_features"])
+    return _Product(values, torch.randn(columns, values.shape[-1]).to(dtype), None)
 
 
 def _addmm(named: Named, dtype: torch.dtype) -> _Product:
@@ -89,10 +93,20 @@ def _linear(named: Named, dtype: torch.dtype) -> _Product:
 _PRODUCTS: dict[str, Callable[[Named, torch.dtype], _Product]] = {
     "xopt::linear": _xopt_product,
     "xopt::linear_norm": _xopt_product,
+    "xopt::linear_gated": _xopt_gated,
+    "xopt::linear_weight_only": _xopt_weight_only,
     "aten::addmm": _addmm,
     "aten::mm": _mm,
     "aten::linear": _linear,
 }
+
+
+_LESS_THAN_RECORDED = {
+    "xopt::linear_norm": "the product alone",
+    "xopt::linear_gated": "the products alone",
+    "xopt::linear_weight_only": "the weight in full",
+}
+"""What oneDNN does in torch of these."""
 
 
 def _product_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_instances: bool) -> list[Contender]:
@@ -107,8 +121,8 @@ def _product_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_i
             bias = bias[0].contiguous()
         return _Product(found.input, found.weight, bias, found.activation, found.other)
 
-    complete = kernel["operator"] != "xopt::linear_norm"
-    name = "oneDNN" if complete else "oneDNN, the product alone"
+    less = _LESS_THAN_RECORDED.get(kernel["operator"])
+    complete, name = less is None, "oneDNN" if less is None else f"oneDNN, {less}"
     found = [Contender(name, lambda: _onednn_product(product(), kernel["dtype"]), _run_onednn_product, None, complete)]
     if not kernel["operator"].startswith("xopt::"):
         for name, level in ours_at_levels("xopt", "gemm", kernel["dtype"], all_instances):
@@ -118,12 +132,12 @@ def _product_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_i
 
 def _onednn_product(product: _Product, dtype: str) -> tuple[Any, ...]:
     require_onednn(dtype)
-    if product.activation not in _ONEDNN_ACTIVATIONS:
+    if product.activation not in ONEDNN_ACTIVATIONS:
         raise UnavailableError(f"oneDNN has no {product.activation} after a product in torch")
     rows = product.input.numel() // product.input.shape[-1]
     packed = find_op("mkldnn._reorder_linear_weight.default")(product.weight, rows)
     bias = None if product.bias is None else product.bias.to(product.weight.dtype)
-    attribute, kind = _ONEDNN_ACTIVATIONS[product.activation]
+    attribute, kind = ONEDNN_ACTIVATIONS[product.activation]
     return product.input, packed, bias, product.other, attribute, kind
 
 
@@ -228,10 +242,10 @@ def _run_our_conv(operands: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
 def _attention_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_instances: bool) -> list[Contender]:
     def operands() -> tuple[Any, ...]:
         named = make()
-        if named.get("window") or named.get("causal_offset"):
-            raise UnavailableError("torch has no such mask")
         causal = bool(named.get("causal") or named.get("is_causal"))
         mask = named.get("mask", named.get("attn_mask"))
+        if named.get("window") or named.get("causal_offset"):
+            mask, causal = _banded(named, causal, mask), False
         return named["query"], named["key"], named["value"], mask, causal, named.get("scale")
 
     if kernel["operator"] == "xopt::attention":
@@ -240,6 +254,20 @@ def _attention_contenders(kernel: dict[str, Any], make: Callable[[], Named], all
         return []
     names = ours_at_levels("xopt", "attention", kernel["dtype"], all_instances)
     return [Contender(name, operands, _run_our_attention, level) for name, level in names]
+
+
+def _banded(named: Named, causal: bool, mask: Tensor | None) -> Tensor | None:
+    """Causality from another row on and windows, as torch takes them: a mask, if they hide anything."""
+    queries, keys = named["query"].shape[2], named["key"].shape[2]
+    distance = torch.arange(keys) - torch.arange(queries)[:, None] - named.get("causal_offset", 0)
+    seen = (distance <= 0) if causal else torch.ones(queries, keys, dtype=torch.bool)
+    if named.get("window"):
+        seen &= distance > -named["window"]
+    if bool(seen.all()):
+        return mask
+    if mask is None or mask.dtype == torch.bool:
+        return seen if mask is None else mask & seen
+    return mask.masked_fill(~seen, -torch.inf)
 
 
 def _run_torch_attention(operands: tuple[Any, ...]) -> Tensor:

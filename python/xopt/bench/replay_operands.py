@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ SEED = 7
 _HEADER_BYTES = 64
 _PANEL_COLUMNS = 32
 _LINE_BYTES = 64
+_CODED_TERMS = 32  # of which groups of a weight-only product are multiples
+_USUAL_GROUPS = (32, 64, 128)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -36,7 +39,7 @@ def operands_of(kernel: dict[str, Any]) -> Named:
         raise UnavailableError("its arguments were not recorded")
     generator = torch.Generator().manual_seed(SEED)
     rows = _rows_to_choose_from(named)
-    made = {name: _value(value, generator, rows) for name, value in named.items()}
+    made = {name: _value(name, value, generator, rows) for name, value in named.items()}
     if kernel["operator"].startswith("xopt::"):
         named["computed in"] = kernel["dtype"]  # which is the packed weight's dtype, and need not be the input's
         _pack_weights(kernel["operator"].removeprefix("xopt::"), made, named, generator)
@@ -47,15 +50,15 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, dict) and "shape" in value
 
 
-def _value(value: Any, generator: torch.Generator, rows: int) -> Any:
+def _value(name: str, value: Any, generator: torch.Generator, rows: int) -> Any:
     if is_tensor(value):
-        return _tensor(value, generator, rows)
+        return _tensor(value, generator, _bounds(name, dtype_of(value["dtype"]), rows))
     if isinstance(value, dict) and "memory_format" in value:
         return getattr(torch, value["memory_format"])
     if isinstance(value, dict):
         return dtype_of(value["dtype"])
     if isinstance(value, list):
-        return [_value(item, generator, rows) for item in value]
+        return [_value(name, item, generator, rows) for item in value]
     return value
 
 
@@ -65,7 +68,14 @@ def _rows_to_choose_from(named: Named) -> int:
     return max(min(tables, default=1), 1)
 
 
-def _tensor(described: dict[str, Any], generator: torch.Generator, rows: int) -> torch.Tensor:
+def _bounds(name: str, dtype: torch.dtype, rows: int) -> tuple[int, int]:
+    """Of the whole numbers that an argument may have: the least, and that after the largest."""
+    if name.endswith("zero_point"):
+        return 0, 128  # which both int8 types hold
+    return {torch.int8: (-127, 128), torch.uint8: (0, 256)}.get(dtype, (0, rows))
+
+
+def _tensor(described: dict[str, Any], generator: torch.Generator, bounds: tuple[int, int]) -> torch.Tensor:
     dtype, shape, strides = dtype_of(described["dtype"]), described["shape"], described["strides"]
     # A stride of 0 repeats what is there once.
     held = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
@@ -74,8 +84,7 @@ def _tensor(described: dict[str, Any], generator: torch.Generator, rows: int) ->
     elif dtype == torch.bool:
         values = torch.ones(held, dtype=dtype)
     else:
-        low, high = {torch.int8: (-127, 128), torch.uint8: (0, 256)}.get(dtype, (0, rows))
-        values = torch.randint(low, high, held, generator=generator).to(dtype)
+        values = torch.randint(*bounds, held, generator=generator).to(dtype)
     return torch.empty_strided(held, strides, dtype=dtype).copy_(values).expand(shape)
 
 
@@ -137,10 +146,33 @@ def _pack_table(named: Named, generator: torch.Generator) -> torch.Tensor:
     return _packed("linear_pack", values, dtype=dtype)
 
 
+def _pack_weight_only(named: Named, generator: torch.Generator) -> torch.Tensor:
+    """The plainest that has the recorded size: bits and groups are in the packed bytes alone."""
+    columns, terms, held = int(named["out_features"]), named["input"]["shape"][-1], named["packed"]["shape"][0]
+    whole = range(_CODED_TERMS, terms, _CODED_TERMS)
+    groups = sorted(whole, key=lambda group: group not in _USUAL_GROUPS)
+    pairs = (True,) if named.get("up_bias") else (False, True)
+    for gated, bits, group, offset in itertools.product(pairs, (4, 8), (*groups, terms), (False, True)):
+        rows = columns * (2 if gated else 1)
+        shapes = [(rows, terms), (rows, -(-terms // group))]
+        options: Any = {"bits": bits, "group_size": group, "gated": gated}
+        on_meta = [
+            torch.empty(shape, dtype=dtype, device="meta")
+            for shape, dtype in zip(shapes, (torch.int8, torch.float32), strict=True)
+        ]
+        zeros = torch.zeros(shapes[1], dtype=torch.int32) if offset else None
+        shaped = _packed("linear_pack_weight_only", *on_meta, None if zeros is None else zeros.to("meta"), **options)
+        if shaped.shape[0] == held:
+            codes = torch.randint(-7, 8, shapes[0], dtype=torch.int8, generator=generator)
+            return _packed("linear_pack_weight_only", codes, torch.full(shapes[1], 0.01), zeros, **options)
+    raise UnavailableError(f"no weight of 4 or 8 bits for {columns} x {terms} is packed into {held} bytes")
+
+
 _PACKERS: dict[str, Callable[[Named, torch.Generator], torch.Tensor]] = {
     "linear": _pack_linear,
     "linear_norm": _pack_linear,
     "linear_gated": _pack_gated,
+    "linear_weight_only": _pack_weight_only,
     "qlinear": _pack_int8,
     "conv": _pack_conv,
     "qconv": _pack_conv_int8,
@@ -154,5 +186,7 @@ def _pack_weights(op: str, made: Named, named: Named, generator: torch.Generator
         fill_recurrent(made, named, dtype_of(named["computed in"]))
     elif op in _PACKERS:
         made["packed"] = _PACKERS[op](named, generator)
+    elif op == "conv_chain":
+        raise UnavailableError("a chain is replayed link by link, as profiles of a model have it")
     elif any("packed" in name for name in named):
         raise UnavailableError(f"how xopt::{op}'s weights are packed is not known to the bench")

@@ -14,6 +14,7 @@ from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
 from xopt.modules.base import has_kernels
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, shape_of, step
+from xopt.modules.substitute import in_place_of
 from xopt.ops.fakes import FLOATING
 
 _attention = torch.ops.xopt.attention.default
@@ -52,6 +53,23 @@ def scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
     return attend(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
+
+
+@in_place_of(functional.scaled_dot_product_attention, switch="fuse_attention")
+def _attention_of_torch(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    heads_fit = enable_gqa or query.shape[1:2] == key.shape[1:2]
+    if dropout_p or not heads_fit or not can_attend(query, key, value, attn_mask):
+        return NotImplemented
+    return attend(query, key, value, attn_mask, causal=is_causal, scale=scale).transpose(1, 2)
 
 
 def join_masks(first: Any, second: Any) -> Any:

@@ -24,6 +24,7 @@ from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.conv_chain import chain_convolutions
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
+from xopt.modules.substitute import run_substituted
 
 _log = logging.getLogger("xopt")
 
@@ -50,6 +51,8 @@ class Programs:
         """Why the last recording did not end in a program."""
         self._by_signature: dict[Any, list[Program]] = {}
         self._complete: set[Any] = set()
+        self._substitutes: dict[Any, bool] = {}
+        """By the kind of call: whether a forward without a program calls functions that have a substitute."""
         self._failures = 0
         self._changes = 0
         self._unsettled = False
@@ -80,6 +83,15 @@ class Programs:
             elif program is None or len(known) + 1 >= _MOST_VARIANTS:
                 self._complete.add(key)
             return program
+
+    def run_as_it_is(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Any:
+        """A forward without a program, in which single functions are substituted."""
+        if not self._substitutes.get(key, True):
+            return forward(module, *args, **kwargs)
+        result, met = run_substituted(self.config, forward, (module, *args), kwargs)
+        if key in self._substitutes or len(self._substitutes) < _MOST_SIGNATURES:
+            self._substitutes[key] = met
+        return result
 
     @property
     def was_tried(self) -> bool:
@@ -150,8 +162,10 @@ def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict
     programs: Programs = module.__dict__[PROGRAMS]
     key, values = signature(args, kwargs)
     found = programs.find(module, forward, key, args, kwargs)
-    if not found or (torch.is_grad_enabled() and _wants_gradient(module, values)):
+    if torch.is_grad_enabled() and _wants_gradient(module, values):
         return forward(module, *args, **kwargs)
+    if not found:
+        return programs.run_as_it_is(module, forward, key, args, kwargs)
     for program in found:
         try:
             result = program(module, values)

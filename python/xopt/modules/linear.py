@@ -27,6 +27,7 @@ from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told
+from xopt.modules.substitute import in_place_of
 
 _linear = torch.ops.xopt.linear.default
 
@@ -97,6 +98,16 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
     def replace(cls, module: nn.Linear, context: Context) -> str:
         leads_here = own_forward(module, nn.Linear) and forward_problem(module, nn.Linear) is None
         return cls.pack(module, context, below=leads_here and not says_the_same(module))
+
+
+@in_place_of(functional.linear, switch="weights_prepack")
+def _linear_of_torch(input: Any, weight: Any, bias: Any = None) -> Any:
+    """Of a forward that takes a layer's weight and calls torch's function itself."""
+    place = place_of(weight)
+    if place is None or weight.ndim != 2 or weight.transposed or is_for_torch(input, bias):
+        return NotImplemented
+    options = told({}, input, None)
+    return _linear(input, place.packed, weight.shape[0], bias, first_column=place.first_column, **options)
 
 
 def _product(

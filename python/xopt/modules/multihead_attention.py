@@ -25,9 +25,12 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.linear import place_of
+from xopt.modules.matmul import matmul
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
+from xopt.modules.product import is_for_torch
+from xopt.modules.substitute import in_place_of
 from xopt.ops.fakes import FLOATING
 
 _linear = torch.ops.xopt.linear.default
@@ -86,7 +89,7 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
             projected = recorder_of(query, key, value).call_module(self, in_projection, query, key, value)
         else:
             projected = in_projection(self, query, key, value)
-        queries, keys, values = (self._heads(part) for part in projected)
+        queries, keys, values = (_heads(part, self.num_heads, self.batch_first) for part in projected)
         weights = None
         if need_weights:
             attended, weights = _attend_with_weights(queries, keys, values, mask)
@@ -96,7 +99,7 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
             attended = scaled_dot_product_attention(queries, keys, values, mask, causal=causal, scale=None, gqa=False)
         else:
             attended = functional.scaled_dot_product_attention(queries, keys, values, mask, is_causal=causal)
-        return self.out_proj(self._joined(attended, query.ndim)), weights
+        return self.out_proj(_joined(attended, query.ndim, self.batch_first)), weights
 
     def _can_compute(self, *inputs: Any) -> bool:
         weights = [self._parameters[name] for name in _weights(self)]
@@ -108,20 +111,6 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
             return True
         parameters = (self._parameters["in_proj_bias"], self.out_proj.bias)
         return not any(tensor is not None and tensor.requires_grad for tensor in (*inputs, *parameters))
-
-    def _heads(self, projected: Any) -> Any:
-        """[batch, heads, length, depth], wherever the input has its batch."""
-        split = projected.unflatten(-1, (self.num_heads, self.head_dim))
-        if split.ndim == 3:
-            return split.transpose(0, 1).unsqueeze(0)
-        return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)
-
-    def _joined(self, attended: Any, dims: int) -> Any:
-        """And back."""
-        joined = attended.transpose(1, 2).flatten(-2)
-        if dims == 2:
-            return joined.squeeze(0)
-        return joined if self.batch_first else joined.transpose(0, 1)
 
     def _plain_forward(
         self,
@@ -162,6 +151,22 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
             is_causal=is_causal,
         )
         return attended.transpose(0, 1) if swap else attended, weights
+
+
+def _heads(projected: Any, heads: int, batch_first: bool) -> Any:
+    """[batch, heads, length, depth], wherever the input has its batch."""
+    split = projected.unflatten(-1, (heads, -1))
+    if split.ndim == 3:
+        return split.transpose(0, 1).unsqueeze(0)
+    return split.transpose(1, 2) if batch_first else split.permute(1, 2, 0, 3)
+
+
+def _joined(attended: Any, dims: int, batch_first: bool) -> Any:
+    """And back."""
+    joined = attended.transpose(1, 2).flatten(-2)
+    if dims == 2:
+        return joined.squeeze(0)
+    return joined if batch_first else joined.transpose(0, 1)
 
 
 def _weights(module: nn.MultiheadAttention) -> tuple[str, ...]:
@@ -227,9 +232,64 @@ def _mask(attn_mask: Any, key_padding_mask: Any, heads: int) -> Any:
 
 def _attend_with_weights(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
     """Attention step by step, for those who want to see its weights."""
-    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-2, -1))
+    product: Any = torch.matmul if is_symbolic((query, key, value), {}) else matmul  # patterns find torch's
+    scores = product(query * query.shape[-1] ** -0.5, key.transpose(-2, -1))
     if mask is not None:
         hidden = mask if mask.dtype == torch.bool else None
         scores = scores + mask if hidden is None else scores.masked_fill(~hidden, float("-inf"))
     weights = torch.softmax(scores, -1)
-    return torch.matmul(weights.to(value.dtype), value), weights
+    return product(weights.to(value.dtype), value), weights
+
+
+@in_place_of(functional.multi_head_attention_forward, switch="weights_prepack")
+def _attention_of_torch(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """Of a forward that hands its layers' weights to torch's function, as fairseq's do."""
+    weights = q_proj_weight, k_proj_weight, v_proj_weight, out_proj_weight
+    inputs = query, key, value
+    unusual = any(each is not None for each in (bias_k, bias_v, static_k, static_v)) or add_zero_attn
+    if training and dropout_p:
+        return NotImplemented
+    if unusual or not use_separate_proj_weight or any(place_of(weight) is None for weight in weights):
+        return NotImplemented
+    if is_causal and attn_mask is None:
+        return NotImplemented
+    if any(is_for_torch(each, in_proj_bias) or each.is_nested for each in inputs) or is_for_torch(query, out_proj_bias):
+        return NotImplemented
+    size = embed_dim_to_check
+    biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+    projected = (_product(*each, size) for each in zip(inputs, weights, biases, strict=False))
+    queries, keys, values = (_heads(each, num_heads, False) for each in projected)
+    mask, shown = _mask(attn_mask, key_padding_mask, num_heads), None
+    if need_weights:
+        attended, shown = _attend_with_weights(queries, keys, values, mask)
+        shown = shown.mean(1) if average_attn_weights else shown
+        shown = shown if query.ndim == 3 else shown.squeeze(0)
+    else:
+        attended = scaled_dot_product_attention(queries, keys, values, mask, causal=False, scale=None, gqa=False)
+    return _product(_joined(attended, query.ndim, False), out_proj_weight, out_proj_bias, size), shown

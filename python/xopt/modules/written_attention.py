@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from xopt.modules.attention import join_masks, scaled_dot_product_attention
 from xopt.modules.pattern import (
     ADD,
     DIVIDE,
+    MATMUL,
     MULTIPLY,
     Pattern,
     argument,
@@ -29,7 +29,6 @@ from xopt.modules.pattern import (
 )
 from xopt.ops.fakes import FLOATING
 
-_MATMUL = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
 _VIEWS = (torch.reshape, "view", "reshape")
 _SOFTMAX = (torch.softmax, functional.softmax, "softmax")
 # What einsum calls the two products, whichever letters it uses.
@@ -63,7 +62,7 @@ class FindWrittenAttention(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        for node in [*calls(graph, *_MATMUL), *calls(graph, torch.einsum)]:
+        for node in [*calls(graph, *MATMUL), *calls(graph, torch.einsum)]:
             found = _attention(node)
             if found is not None:
                 _tell_sizes(graph, found)
@@ -167,7 +166,7 @@ def _fits(node: Node, product: tuple[Node, Node], value: Node) -> bool:
 
 def _product(node: Any, equation: str) -> tuple[Node, Node] | None:
     """The factors of a product of matrices, all of whose other dimensions are the same."""
-    if is_call(node, *_MATMUL) and len(node.args) == 2 and not node.kwargs:
+    if is_call(node, *MATMUL) and len(node.args) == 2 and not node.kwargs:
         left, right = node.args
     elif is_call(node, torch.einsum) and len(node.args) == 3 and _letters(node.args[0]) == equation:
         left, right = node.args[1:]

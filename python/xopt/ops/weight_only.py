@@ -56,7 +56,7 @@ def _linear_weight_only(
     return packed_output("linear_weight_only", input, packed, out_features, out_dtype or input.dtype)
 
 
-@cost_of("linear_weight_only", category="gemm", kernel="gemm_weight_only")
+@cost_of("linear_weight_only", category="gemm", kernel="gemm")
 def _linear_weight_only_work(
     input: Shape, packed: Shape, out_features: int, bias: Shape | None = None, up_bias: Shape | None = None, **_: object
 ) -> Work:

@@ -112,11 +112,11 @@ def _overhead(profile: Profile, wall: float) -> list[str]:
     share = _share(profile, OVERHEAD, wall)
     if share < 2 * _WORTH:
         return []
-    advice = "larger batches spread it over more work"
     small = sum(kernel.calls for kernel in profile.kernels if kernel.bound == "overhead") / max(profile.steps, 1)
+    calls = f"{small:.0f} calls a step are so small that calling them costs more than they do; " if small >= 1 else ""
     return [
-        f"{share:.0%} of the time is spent between kernels, in Python and torch's dispatcher; {small:.0f} calls a step"
-        f" are so small that calling them costs more than they do; {advice}."
+        f"{share:.0%} of the time is spent between kernels, in Python and torch's dispatcher; {calls}larger batches"
+        " spread it over more work."
     ]
 
 

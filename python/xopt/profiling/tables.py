@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 30
 _MOST_LETTERS = 70
-WIDTH = 180
+WIDTH = 190
 
 
 def text_of(profile: Profile) -> str:
@@ -94,9 +94,12 @@ def _kernel_table(title: str, kernels: list[Kernel], steps: int, *, of_device: b
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    headers = ("time", "share", "calls", "each", "TFLOP/s", "GB/s", "flop/byte", "of roof", "bound", "threads")
-    table.add_column("kernel", overflow="fold", max_width=56)
-    table.add_column("module", overflow="fold", max_width=36)
+    headers = (
+        *("time", "share", "calls", "each", "FLOP", "bytes", "TFLOP/s", "GB/s", "FLOP/byte"),
+        *("of roof", "bound", "threads"),
+    )
+    table.add_column("kernel", overflow="fold", max_width=52)
+    table.add_column("module", overflow="fold", max_width=32)
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     total = sum(kernel.seconds for kernel in kernels) or 1.0
@@ -124,6 +127,8 @@ def _cells(kernel: Kernel, steps: int, total: float) -> list[str]:
         f"{kernel.seconds / total:.1%}",
         f"{kernel.calls / steps:.4g}" if kernel.operator else "",
         duration(kernel.seconds_per_call) if kernel.operator else "",
+        scaled(kernel.flop) if kernel.flop else "",
+        size(kernel.bytes) if kernel.bytes and kernel.operator else "",
         f"{kernel.flop_per_second / 1e12:.3f}" if kernel.flop else "",
         f"{kernel.bytes_per_second / 1e9:.1f}" if kernel.bytes else "",
         f"{kernel.intensity:.3g}" if kernel.flop else "",
@@ -159,6 +164,14 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def scaled(count: float) -> str:
+    for unit in ("", " K", " M", " G"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} T"
 
 
 def size(count: float) -> str:

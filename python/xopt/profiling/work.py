@@ -105,6 +105,8 @@ def _our_name(call: Call, op: Op, dtype: str) -> tuple[str, str, int]:
     if cost is not None and bound is not None:
         work = cost.work(*bound[0], **bound[1])
         size, flop = work.size, work.flop
+        asked = next((value for value in bound[0] if isinstance(value, torch.dtype)), None)  # of packed rows
+        dtype = dtype if asked is None else dtype_name(asked)
         if work.itemsizes and dtype_of_name(dtype).itemsize not in work.itemsizes:
             dtype = "bf16" if torch.bfloat16.itemsize in work.itemsizes else "f32"
         level = _level(work.kernel or cost.kernel, dtype)

@@ -50,7 +50,7 @@ def start(mode: str) -> None:
 
 @contextmanager
 def forced(choice: Sequence[int]) -> Iterator[None]:
-    """Each product and convolution of this thread runs by this choice, for tests and benches."""
+    """Each product, convolution and attention of this thread runs by this choice, for tests and benches."""
     _C.force_tuning(list(choice))
     try:
         yield

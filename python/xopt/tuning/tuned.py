@@ -48,8 +48,10 @@ class Tuned:
     def size(self) -> str:
         """As the profiler writes it."""
         sizes = self.sizes
-        if self.kernel == "gemm":
-            return "x".join(map(str, sizes[:3]))
+        if self.kernel == "attention":
+            return _joined(sizes[:5])
+        if self.kernel.startswith("gemm"):
+            return _joined(sizes[:3])
         images, channels, products, columns, _, _, *along = sizes
         inside, _, kernel, stride = (along[place::6] for place in range(4))
         image = _joined([images, channels * products, *inside])

@@ -262,6 +262,8 @@ const COLUMNS = [
   ["share", (kernel) => kernel.seconds / (kernel.total ?? total), (value) => percent(value, 1)],
   ["calls", (kernel) => (kernel.operator ? kernel.calls / steps : null), significant],
   ["each", (kernel) => (kernel.operator ? each(kernel) : null), duration],
+  ["FLOP", (kernel) => kernel.flop || null, (value) => scaled(value, "")],
+  ["bytes", (kernel) => (kernel.operator && kernel.bytes) || null, (value) => scaled(value, "")],
   ["FLOP/s", (kernel) => (kernel.flop ? kernel.flop / each(kernel) : null), (value) => scaled(value, "")],
   ["B/s", (kernel) => (kernel.bytes && kernel.operator ? kernel.bytes / each(kernel) : null), (value) => scaled(value, "")],
   ["FLOP/B", (kernel) => (kernel.flop ? kernel.flop / kernel.bytes : null), significant],

@@ -1,0 +1,97 @@
+"""Who replays what is no product: torch's own function for the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from xopt.bench.errors import UnavailableError
+from xopt.bench.replay_contender import Contender
+from xopt.bench.replay_operands import Named
+
+Tensor = torch.Tensor
+
+
+def torch_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_instances: bool) -> list[Contender]:
+    run = _FUNCTIONS.get(kernel["operator"].removeprefix("xopt::"))
+    return [] if run is None or not kernel["operator"].startswith("xopt::") else [Contender("torch", make, run)]
+
+
+def _softmax(named: Named) -> Tensor:
+    return torch.softmax(named["input"], -1, dtype=named.get("out_dtype"))
+
+
+def _after_residual(named: Named) -> Tensor:
+    values: Tensor = named["input"]
+    return values if named.get("residual") is None else values + named["residual"]
+
+
+def _layer_norm(named: Named) -> Tensor:
+    values = _after_residual(named)
+    weight, bias = (_like(named.get(name), values) for name in ("weight", "bias"))
+    return F.layer_norm(values, values.shape[-1:], weight, bias, named.get("eps", 1e-5))
+
+
+def _rms_norm(named: Named) -> Tensor:
+    values, weight = _after_residual(named), named.get("weight")
+    if weight is not None:
+        weight = _like(weight + named.get("weight_offset", 0.0), values)
+    return F.rms_norm(values, values.shape[-1:], weight, named.get("eps", 1e-6))
+
+
+def _group_norm(named: Named) -> Tensor:
+    values = named["input"]
+    weight, bias = (_like(named.get(name), values) for name in ("weight", "bias"))
+    normed = F.group_norm(values, int(named["groups"]), weight, bias, named.get("eps", 1e-5))
+    activation = named.get("activation", "none")
+    if activation not in _ACTIVATIONS:
+        raise UnavailableError(f"the bench has no {activation} of torch's")
+    return _ACTIVATIONS[activation](normed)
+
+
+def _like(values: Tensor | None, other: Tensor) -> Tensor | None:
+    return None if values is None else values.to(other.dtype)
+
+
+def _pool(named: Named) -> Tensor:
+    values, dims, sizes = (
+        named["input"],
+        named["input"].dim() - 2,
+        (named["kernel_size"], named["stride"], named["padding"]),
+    )
+    if named["kind"] == "max":
+        largest: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
+        return largest(values, *sizes, named["dilation"], named.get("ceil_mode", False))  # type: ignore[no-any-return]
+    counts = named.get("ceil_mode", False), named.get("count_include_pad", True)
+    if dims == 1:
+        return F.avg_pool1d(values, *sizes, *counts)
+    mean: Any = (F.avg_pool2d, F.avg_pool3d)[dims - 2]
+    return mean(values, *sizes, *counts, named.get("divisor") or None)  # type: ignore[no-any-return]
+
+
+def _upsample(named: Named) -> Tensor:
+    values, mode = named["input"], named["mode"].replace("_", "-")
+    if mode != "linear":
+        return F.interpolate(values, named["size"], mode=mode)
+    mode = ("linear", "bilinear", "trilinear")[values.dim() - 3]
+    return F.interpolate(values, named["size"], mode=mode, align_corners=named.get("align_corners", False))
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu_erf": F.gelu,
+    "sigmoid": torch.sigmoid,
+}
+_FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
+    "softmax": _softmax,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "group_norm": _group_norm,
+    "pool": _pool,
+    "upsample": _upsample,
+}

@@ -1,0 +1,73 @@
+"""Single functions of torch done by xopt's operators, where a block's forward cannot be recorded and runs as it is.
+
+No part of torch is patched: while such a forward runs, a `TorchFunctionMode` of this thread sees what it calls. What
+takes a function's calls stands beside the operator, and is found by its mark. A forward that was seen to call none of
+these functions runs without the mode, which costs a microsecond for each call that passes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.overrides import TorchFunctionMode
+
+from xopt.config import Config
+from xopt.graph.record import active
+
+Substitute = TypeVar("Substitute", bound=Callable[..., Any])
+_substitutes: dict[Any, tuple[str, Callable[..., Any]]] = {}
+
+
+def in_place_of(*functions: Any, switch: str) -> Callable[[Substitute], Substitute]:
+    """Marks what takes the calls of these functions, with their arguments. It returns NotImplemented for a call that is
+    torch's. `switch`: the name in `Config` that turns it off."""
+
+    def mark(substitute: Substitute) -> Substitute:
+        _substitutes.update(dict.fromkeys(functions, (switch, substitute)))
+        return substitute
+
+    return mark
+
+
+class _State(threading.local):
+    is_active = False
+    met = False
+    """Whether the forward that runs now, and is not one inside it, has called any of these functions."""
+
+
+_state = _State()
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._config = config
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if active.recorder is not None:  # a block inside is recorded: patterns look for torch's functions
+            return function(*args, **kwargs)
+        switch, substitute = _substitutes.get(function, (None, None))
+        if switch is not None and substitute is not None and getattr(self._config, switch):
+            _state.met = True
+            result = substitute(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return function(*args, **kwargs)
+
+
+def run_substituted(config: Config, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """What it returns, and whether it called something that there is a substitute for."""
+    outer_met, was_active = _state.met, _state.is_active
+    _state.met, _state.is_active = False, True
+    try:
+        if was_active:
+            result = forward(*args, **kwargs)
+        else:
+            with _Mode(config):
+                result = forward(*args, **kwargs)
+        return result, _state.met
+    finally:
+        _state.met, _state.is_active = outer_met, was_active

@@ -1,0 +1,199 @@
+"""Products of two activations in recorded forwards: on xopt's kernel, with what follows them, whatever their shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import xopt
+
+WIDTH = 64
+
+
+class Mixer(nn.Module):
+    """Three projections of a sequence; `mix` is what is done with them."""
+
+    def __init__(self, mix: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.one, self.two, self.three, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.mix = mix
+        self.table = nn.Parameter(torch.linspace(-90, 90, WIDTH * WIDTH).sin().reshape(WIDTH, 4, 16) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (layer(x).unflatten(-1, (4, 16)) for layer in (self.one, self.two, self.three))
+        result: Tensor = self.out(self.mix(self, *parts).flatten(-2))
+        return result
+
+
+def scaled_and_added(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    a, b, c = (each.transpose(1, 2) for each in (a, b, c))
+    weights = torch.matmul(a, b.mT) / 16**0.5 + c.mean(-1).unsqueeze(-2)
+    return (weights.sigmoid() @ c).transpose(1, 2)
+
+
+def added_first(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    a, b, c = (each.transpose(1, 2) for each in (a, b, c))
+    weights = (c.mean(-1).unsqueeze(-1) + a @ b.mT) * 0.25
+    return (weights.tanh() @ c).transpose(1, 2)
+
+
+def transposed_left(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Linear attention: keys' columns are the rows."""
+    a, b, c = (each.transpose(1, 2) for each in (a, b, c))
+    states = b.softmax(-2).mT @ c
+    return (a.softmax(-1) @ states).transpose(1, 2)
+
+
+def with_input(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    batch, length = a.shape[:2]
+    a, b, c = (each.transpose(1, 2).flatten(0, 1) for each in (a, b, c))
+    weights = torch.baddbmm(c.mean(-1, keepdim=True), a, b.mT, beta=0.5, alpha=0.25).relu()
+    return torch.bmm(weights, c).view(batch, 4, length, 16).transpose(1, 2)
+
+
+def as_in_xlnet(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    scores = torch.einsum("ibnd,jbnd->bnij", a.transpose(0, 1), b.transpose(0, 1)) * 0.1
+    mixed = torch.einsum("bnij,jbnd->ibnd", scores.sigmoid(), c.transpose(0, 1)).transpose(0, 1)
+    return mixed + torch.einsum("bih,hnd->bind", a.flatten(-2), module.table)
+
+
+def sum_of_two(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    a, b, c = (each.transpose(1, 2) for each in (a, b, c))
+    return ((a @ b.mT + b @ a.mT).tanh() @ c).transpose(1, 2)
+
+
+def weights_used_twice(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    a, b, c = (each.transpose(1, 2) for each in (a, b, c))
+    weights = (a @ b.mT * 0.25).softmax(-1)
+    return (weights @ c + weights.amax(-1, keepdim=True)).transpose(1, 2)
+
+
+MIXES = (
+    *(scaled_and_added, added_first, transposed_left, with_input, as_in_xlnet),
+    *(sum_of_two, weights_used_twice),
+)
+
+
+def flop_by_op(module: nn.Module, x: Tensor) -> dict[str, int]:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(x)
+    return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.__name__)
+def test_products_run_on_xopt(mix: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    source = Mixer(mix).eval()
+    optimized = xopt.optimize(source, dtype=dtype)
+    differences: list[list[Tensor]] = []
+    for batch, length in ((2, 10), (2, 10), (1, 33), (2, 1), (6, 5)):
+        x = torch.randn(batch, length, WIDTH)
+        with torch.no_grad():
+            exact = copy.deepcopy(source).double()(x.double())
+            results = optimized(x), copy.deepcopy(source).to(dtype)(x.to(dtype))
+        assert results[0].dtype == torch.float32
+        differences.append([((each.double() - exact) / exact.norm()).flatten() for each in results])
+    error, allowed = (float(torch.cat(each).norm()) for each in zip(*differences, strict=True))
+    assert error <= 1.1 * allowed + torch.finfo(torch.float32).eps * 8
+    (fusion,) = xopt.report(optimized).fusions
+    assert "matmul" in fusion.fused, fusion
+    counts = flop_by_op(optimized, torch.randn(2, 12, WIDTH))
+    assert all(op.startswith("xopt.") for op in counts), counts
+
+
+def test_few_rows_are_left_to_torch() -> None:
+    optimized = xopt.optimize(Mixer(transposed_left).eval(), dtype=torch.float32)
+    assert "xopt.matmul" not in flop_by_op(optimized, torch.randn(2, 3, WIDTH))
+    assert "xopt.matmul" in flop_by_op(optimized, torch.randn(2, 4, WIDTH))
+
+
+def test_what_is_added_may_be_larger_in_other_calls() -> None:
+    """It broadcasts to the product in the recorded call, and the product to it in another."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = self.one(x)
+            result: Tensor = z @ z.mT + y
+            return result
+
+    torch.manual_seed(0)
+    source = Added().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    x = torch.randn(1, 8, WIDTH)
+    for y in (torch.randn(1, 8, 8), torch.randn(3, 8, 8), torch.randn(1, 1, 8)):
+        with torch.no_grad():
+            assert torch.allclose(optimized(x, y), source(x, y), atol=1e-4)
+
+
+def test_gradients_of_inputs_go_through_torch() -> None:
+    torch.manual_seed(0)
+    source = Mixer(scaled_and_added).eval().requires_grad_(False)
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    x = torch.randn(2, 9, WIDTH)
+    optimized(x)
+    gradients: list[Any] = []
+    for module in (source, optimized):
+        leaf = x.clone().requires_grad_()
+        module(leaf).square().sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-3)
+
+
+def test_forwards_that_cannot_be_recorded() -> None:
+    """Their products run on xopt, too, also in what they call, and without a trace outside of them."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x)
+            weights = (y @ y.mT if float(x.sum()) > 0 else torch.bmm(-y, y.mT)).softmax(-1)
+            mixed = torch.einsum("...ij,...jd->...id", weights, y)
+            result: Tensor = torch.baddbmm(mixed, weights, y, beta=0.5)
+            return result
+
+    torch.manual_seed(0)
+    source = Branches().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    x = torch.randn(2, 9, WIDTH)
+    for each in (x, -x, x[:, :3]):
+        with torch.no_grad():
+            assert torch.allclose(optimized(each), source(each), atol=1e-4)
+    counts = flop_by_op(optimized, x)
+    assert counts.keys() == {"xopt.linear", "xopt.matmul"}, counts
+    assert "xopt.matmul" not in flop_by_op(source, x)
+    leaf = x.clone().requires_grad_()
+    optimized(leaf).sum().backward()
+    assert leaf.grad is not None
+    off = xopt.optimize(source, dtype=torch.float32, config=xopt.Config(multiply_activations=False))
+    assert "xopt.matmul" not in flop_by_op(off, x)
+
+
+def test_switch() -> None:
+    config = xopt.Config(multiply_activations=False)
+    optimized = xopt.optimize(Mixer(transposed_left).eval(), dtype=torch.float32, config=config)
+    assert "xopt.matmul" not in flop_by_op(optimized, torch.randn(2, 12, WIDTH))
+
+
+def test_einsums_that_are_no_products_stay() -> None:
+    from xopt.modules.matmul import _plan
+
+    for equation in ("bij,bjd->bid", "ib h, h n d -> i b n d", "abij,abkj->abik", "ij,jk->ki", "...ij,...kj->...ik"):
+        dims = (len(each.replace(" ", "").replace("...", "ab")) for each in equation.partition("->")[0].split(","))
+        assert _plan(equation, *dims) is not None, equation
+    for equation in ("bij,bij->b", "bii,bij->bj", "i,j->ij", "...ij,jk->...ik", "bij,bjd", "bij,bjd->bd", "bij->bji"):
+        dims = (len(each.replace("...", "ab")) for each in (*equation.partition("->")[0].split(","), "")[:2])
+        assert _plan(equation, *dims) is None, equation
