@@ -200,10 +200,6 @@ def report(model: nn.Module, sample_input: Any = None) -> Report:
     )
 
 
-def _runs_on_cpu(model: nn.Module, config: Config) -> bool:
-    return config.backend == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters())
-
-
 def call_arguments(function: str, sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of a tensor, a tuple of arguments or a dict of keyword arguments. `function`: who was given it, for the error."""
     if isinstance(sample_input, torch.Tensor):
@@ -224,6 +220,10 @@ def _multiply_adds(model: nn.Module, sample_input: Any) -> Iterator[tuple[str, i
             model(*args, **kwargs)
     for op, flop in counter.get_flop_counts().get("Global", {}).items():
         yield str(op), flop // 2
+
+
+def _runs_on_cpu(model: nn.Module, config: Config) -> bool:
+    return config.backend == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def _default_instances(entries: tuple[Entry, ...]) -> Iterator[str]:
