@@ -12,6 +12,8 @@ namespace at {
 namespace {
 
 struct XPUHooks final : XPUHooksInterface {
+  XPUHooks() = default;
+  explicit XPUHooks(XPUHooksArgs) {}  // as earlier releases of torch make it
   void init() const override {}
   bool hasXPU() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }

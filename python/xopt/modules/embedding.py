@@ -36,6 +36,7 @@ class CastEmbedding(Replacement, PackedState, nn.Embedding):
     source: ClassVar[type[nn.Module]] = nn.Embedding
     switch: ClassVar[str] = "cast_embeddings"
     reads_packed: ClassVar[bool] = True
+    reads_rows: ClassVar[bool] = True
 
     _xopt_source_dtype: torch.dtype
 
@@ -67,7 +68,7 @@ class CastEmbedding(Replacement, PackedState, nn.Embedding):
 @step("")
 def packed_rows(module: CastEmbedding, input: torch.Tensor) -> torch.Tensor:
     weight = module._parameters["weight"]
-    if type(weight) is not PackedParameter or not weight.is_packed_alone:
+    if type(weight) is not PackedParameter or not weight.is_packed_alone or not weight.packed.is_cpu:
         return functional.embedding(input, module.weight, module.padding_idx)
     return _packed_rows(weight.packed, input, *weight.shape, weight.dtype)  # type: ignore[no-any-return]
 

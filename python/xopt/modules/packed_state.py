@@ -5,7 +5,7 @@ A mixin that stands before the source class. It deals with every `PackedParamete
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from xopt.ops.fakes import FLOATING
 
 
 class PackedState(nn.Module):
+    reads_rows: ClassVar[bool] = False
+    """Whether it reads rows of its packed weight, for which there is a kernel on the CPU only."""
+
     def _packed_parameters(self) -> dict[str, PackedParameter]:
         own = self._parameters.items()
         return {name: parameter for name, parameter in own if type(parameter) is PackedParameter}
@@ -57,20 +60,19 @@ class PackedState(nn.Module):
             if moved.dtype == packed.dtype and moved.device == before[name].device:
                 continue
             if packed.successor is None:
-                packed.successor = _repacked(moved, packed)
+                packed.successor = _repacked(moved, packed, self.reads_rows)
             self._parameters[name] = packed.successor
         return self
 
 
-def _repacked(values: torch.Tensor, before: PackedParameter) -> nn.Parameter:
-    if _can_pack(values, before):
+def _repacked(values: torch.Tensor, before: PackedParameter, reads_rows: bool) -> nn.Parameter:
+    if values.dtype in FLOATING and _has_kernels(values, before, reads_rows):
         place = before.place
         kind: dict[str, Any] = {"groups": place.groups, "gates": place.gates, "taps": place.taps}
         return PackedParameter.pack(values, values.dtype, transposed=before.transposed, **kind)
     return nn.Parameter(values, requires_grad=False)
 
 
-def _can_pack(values: torch.Tensor, before: PackedParameter) -> bool:
-    of_the_cpu_only = before.place.gates is not None or before.place.taps is not None
-    on_device = values.is_cpu or (values.is_xpu and sycl.available() and not of_the_cpu_only)
-    return on_device and values.dtype in FLOATING
+def _has_kernels(values: torch.Tensor, before: PackedParameter, reads_rows: bool) -> bool:
+    of_the_cpu_only = reads_rows or before.place.gates is not None or before.place.taps is not None
+    return values.is_cpu or (values.is_xpu and sycl.available() and not of_the_cpu_only)
