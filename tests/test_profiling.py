@@ -21,7 +21,9 @@ from tests import fresh_process
 from xopt import _C
 from xopt.profiling import Profile, roof_cache, session
 from xopt.profiling.category import CATEGORIES
+from xopt.profiling.events import Op, TensorArgument
 from xopt.profiling.timeline import Piece, clipped, covered, deal_out
+from xopt.profiling.work import bound_arguments
 from xopt.roofs import KINDS, Roof, Roofs
 from xopt.runtime import CorePool, MultiStream
 
@@ -116,6 +118,14 @@ def test_each_operator_that_computes_says_what_it_costs() -> None:
     operators = {name.removeprefix("xopt::") for name in torch._C._dispatch_get_all_op_names() if "xopt::" in name}
     computing = {name.partition(".")[0] for name in operators if not re.search(r"_(un)?pack(_|$)", name)}
     assert computing == set(xopt.ops.costs.COSTS)
+
+
+@pytest.mark.parametrize("stride", [[1, 1], None])
+def test_a_call_whose_arguments_torch_has_lost_is_of_unknown_size(stride: list[int] | None) -> None:
+    tensors = [TensorArgument(shape, "bf16", ()) for shape in ((1, 32, 16, 16), (36928,))]
+    arguments = [*tensors, [64, 32, 3, 3], None, stride, [0, 0, 0, 0], [1, 1], 1]
+    bound = bound_arguments(Op("xopt::conv", "", 0, 1, 1, arguments), (), lambda tensor: tensor.shape)
+    assert (bound is None) == (stride is None)
 
 
 def test_work_that_xopt_could_have_taken_is_a_fallback() -> None:
