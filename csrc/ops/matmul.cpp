@@ -83,16 +83,18 @@ MatrixBatch factor(const Tensor& tensor, const Strides& strides) {
   return {tensor.data(), strides.values, tensor.stride(tensor.dims() - 2), tensor.stride(tensor.dims() - 1)};
 }
 
-void check_other(const Checked& argument, const OutputShape& shape) {
+DType check_other(const Checked& argument, const OutputShape& shape) {
   argument.cpu();
-  argument.dtype(kFloating);
+  const DType dtype = argument.dtype(kFloating);
   const int64_t missing = shape.dims - argument.tensor.dims();
   bool fits = missing >= 0;
   for (int64_t dim = 0; fits && dim < argument.tensor.dims(); ++dim) {
     fits = argument.tensor.size(dim) == shape.sizes[dim + missing] || argument.tensor.size(dim) == 1;
   }
-  if (!fits)
+  if (!fits) {
     argument.fail("expected a shape that broadcasts to ", shape.text(), ", got ", argument.tensor.shape_text());
+  }
+  return dtype;
 }
 
 // As the kernel takes it: with contiguous rows as long as the output's.
@@ -143,11 +145,10 @@ void matmul(StableIValue* stack, uint64_t, uint64_t) {
   call.right = factor(right, rights);
   std::optional<Strides> others;
   if (other) {
-    check_other(checked[2], shape);
+    call.other_dtype = check_other(checked[2], shape);
     make_addable(&other, shape);
     others.emplace(other, shape);
     call.other = {other.data(), others->values, others->values[shape.dims - 2], 1};
-    call.other_dtype = *dtype_from_torch(other.dtype_code());
   }
   Tensor out = Tensor::empty(shape.sizes, shape.dims, call.out_dtype);
   call.out = out.mutable_data();
