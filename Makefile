@@ -48,7 +48,8 @@ else
 endif
 sanitized := build/sanitize/.built
 # Threads that wait for work must not spin where other tests want the core.
-spread := $(if $(WORKERS),-n $(WORKERS) --dist loadfile)
+# Files go in their own order: by the number of their tests, the longest, which have few, would come last, on one process.
+spread := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 passive := $(if $(WORKERS),OMP_WAIT_POLICY=passive)
 
 .PHONY: help demo test fuzz sanitize lint format bench wheel build xpu check-xmx clean check
@@ -177,7 +178,7 @@ lint: $(tools)
 	ruff check .
 	ruff format --check .
 	$(python) -m mypy
-	clang-format --dry-run -Werror $(cpp_files)
+	@clang-format --dry-run -Werror $(cpp_files)
 	cmake -S . -B build/lint -G Ninja -DPython_EXECUTABLE="$$(command -v $(python))" -DXOPT_SYCL=$(sycl) > /dev/null
 	$(python) .ci/clang_tidy.py
 
