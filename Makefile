@@ -47,9 +47,9 @@ else
   run := PYTHONPATH=$(CURDIR)/build/native/site $(python)
 endif
 sanitized := build/sanitize/.built
-# Threads that wait for work must not spin where other tests want the core.
 # Files go in their own order: by the number of their tests, the longest, which have few, would come last, on one process.
 spread := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
+# Threads that wait for work must not spin where other tests want the core.
 passive := $(if $(WORKERS),OMP_WAIT_POLICY=passive)
 
 .PHONY: help demo test fuzz sanitize lint format bench wheel build xpu check-xmx clean check
