@@ -117,6 +117,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "linear_weight_only, gated": lambda: ops.linear_weight_only(
         torch.randn(5, 64), weight_only(4, 64, gated=True), 48, torch.randn(48), torch.randn(48), activation="silu"
     ),
+    "matmul": lambda: ops.matmul(torch.randn(2, 5, 64), torch.randn(64, 48), torch.randn(48), alpha=0.5),
     "packed_rows": packed_rows,
     "pool": lambda: pool("max"),
     "pool, average": lambda: pool("average"),

@@ -20,6 +20,12 @@ def torch_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_inst
     return [] if run is None or not kernel["operator"].startswith("xopt::") else [Contender("torch", make, run)]
 
 
+def _matmul(named: Named) -> Tensor:
+    product = torch.matmul(named["left"], named["right"]) * named.get("alpha", 1.0)
+    other = named.get("other")
+    return (product if other is None else product + other).to(named.get("out_dtype") or product.dtype)
+
+
 def _softmax(named: Named) -> Tensor:
     return torch.softmax(named["input"], -1, dtype=named.get("out_dtype"))
 
@@ -88,6 +94,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
 }
 _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
+    "matmul": _matmul,
     "softmax": _softmax,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
