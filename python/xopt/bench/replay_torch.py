@@ -23,7 +23,8 @@ def torch_contenders(kernel: dict[str, Any], make: Callable[[], Named], all_inst
 def _matmul(named: Named) -> Tensor:
     product = torch.matmul(named["left"], named["right"]) * named.get("alpha", 1.0)
     other = named.get("other")
-    return (product if other is None else product + other).to(named.get("out_dtype") or product.dtype)
+    result: Tensor = product if other is None else product + other
+    return result.to(named.get("out_dtype") or product.dtype)
 
 
 def _softmax(named: Named) -> Tensor:
