@@ -87,23 +87,17 @@ void check_packed_bytes(const Checked& checked) {
 }
 
 void check_packed_alignment(const Checked& checked) {
-  const void* data = checked.tensor.data();
-  if (reinterpret_cast<uintptr_t>(data) % kPackedAlignment != 0) {
-    checked.fail("expected data at a multiple of ", kPackedAlignment, " bytes, got address ", data,
-                 "; pass its clone()");
+  const uintptr_t rest = reinterpret_cast<uintptr_t>(checked.tensor.data()) % kPackedAlignment;
+  if (rest != 0) {
+    checked.fail("expected data at a multiple of ", kPackedAlignment, " bytes, got data ", rest,
+                 " bytes behind one; pass its clone()");
   }
 }
-
-namespace {
-
-constexpr int64_t kHeaderBytes = sizeof(PackedHeader);
-
-}  // namespace
 
 PackedHeader packed_header(const char* op, const Tensor& packed) {
   const Checked checked{op, "packed", packed};
   check_packed_bytes(checked);
-  const PackedHeader header = packed.size(0) < kHeaderBytes ? PackedHeader{} : header_of<PackedHeader>(packed);
+  const PackedHeader header = header_of<PackedHeader>(packed);
   if (const char* error = packed_header_error(&header, packed.size(0))) {
     checked.fail("expected a packed weight, as made by linear_pack, but ", error, " (", packed.size(0), " bytes)");
   }
@@ -114,7 +108,7 @@ PackedHeader packed_header(const char* op, const Tensor& packed) {
 PackedHeader first_packed_header(const char* op, const Tensor& packed) {
   const Checked checked{op, "packed", packed};
   check_packed_bytes(checked);
-  if (packed.size(0) < kHeaderBytes) {
+  if (packed.size(0) < static_cast<int64_t>(sizeof(PackedHeader))) {
     checked.fail("expected a packed weight, got ", packed.size(0), " bytes, which is less than a header");
   }
   check_packed_alignment(checked);

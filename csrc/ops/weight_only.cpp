@@ -99,8 +99,7 @@ struct Arguments {
 WeightOnlyHeader checked_header(const Tensor& packed, int64_t out_features, int64_t in_features) {
   const Checked checked{kOp, "packed", packed};
   check_packed_bytes(checked);
-  const auto size = static_cast<int64_t>(sizeof(WeightOnlyHeader));
-  const auto header = packed.size(0) < size ? WeightOnlyHeader{} : header_of<WeightOnlyHeader>(packed);
+  const auto header = header_of<WeightOnlyHeader>(packed);
   if (const char* error = weight_only_header_error(&header, packed.size(0))) {
     checked.fail("expected a weight as made by linear_pack_weight_only, but ", error, " (", packed.size(0), " bytes)");
   }

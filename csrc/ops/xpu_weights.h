@@ -20,10 +20,12 @@ Tensor moved_to_place(const Tensor& made);
 // The first bytes of a packed weight, which has as many.
 HeaderBytes header_bytes(const Tensor& packed);
 
+// Of a tensor that is too short for one, an empty header.
 template <class Header>
 Header header_of(const Tensor& packed) {
   static_assert(sizeof(Header) == sizeof(HeaderBytes));
-  Header header;
+  Header header{};
+  if (packed.size(0) < static_cast<int64_t>(sizeof(header))) return header;
   std::memcpy(&header, header_bytes(packed).data(), sizeof(header));
   return header;
 }
