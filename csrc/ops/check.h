@@ -1,22 +1,36 @@
 // Checks of arguments. Every error names the op, the argument, what was expected and what came.
 #pragma once
 
+#include <charconv>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
+#include <type_traits>
 
 #include "ops/arguments.h"
 
 namespace xopt::ops {
 
+// A part of a message. Not by streams: they find their facets in tables of the C++ library, and where a process holds
+// two of it (a compiler that links it statically, beside torch's), to print a number ends in the wrong one's code.
+template <class Part>
+void append(std::string* message, const Part& part) {
+  if constexpr (std::is_arithmetic_v<Part>) {
+    static_assert(!std::is_same_v<Part, char> && !std::is_same_v<Part, bool>);
+    char digits[32];
+    const std::to_chars_result end = std::to_chars(digits, digits + sizeof(digits), part);
+    message->append(digits, end.ptr);
+  } else {
+    *message += part;
+  }
+}
+
 // Throws "xopt::<op>: <argument>: <parts...>".
 template <class... Parts>
 [[noreturn, gnu::noinline, gnu::cold]] void fail(const char* op, const char* argument, const Parts&... parts) {
-  std::ostringstream message;
-  message << "xopt::" << op << ": " << argument << ": ";
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
+  std::string message = std::string("xopt::") + op + ": " + argument + ": ";
+  (append(&message, parts), ...);
+  throw std::runtime_error(message);
 }
 
 // An argument of a call, with the names that its errors need.
