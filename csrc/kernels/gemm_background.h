@@ -83,6 +83,7 @@ class Background {
     epilogue_rows_.start(rows, steps);
     // Where steps are few, as many as are finished with them.
     rows_at_once_ = maximum(kEpilogueRows, ceil_div(rows, epilogue_rows_.steps));
+    interval_ = 256 * rows_at_once_ * epilogue_rows_.steps / rows;
   }
   void defer_copy(const Copier& copier, int64_t rows, int64_t steps) {
     copier_ = copier;
@@ -92,7 +93,6 @@ class Background {
   // Before a block, when its prefetches are known.
   void begin_block() {
     each_step_ = !prefetches.empty() || copy_rows_.pending();
-    interval_ = epilogue_rows_.rows > 0 ? 256 * rows_at_once_ * epilogue_rows_.steps / epilogue_rows_.rows : 0;
     until_epilogue_ = epilogue_rows_.pending() ? interval_ : kNever;
     countdown_ = each_step_ ? 0 : until_epilogue_;
   }

@@ -82,7 +82,6 @@ class GemmThread {
 
   void compute(Range rows, Range panels) {
     [[maybe_unused]] const typename Block::Scope scope;
-    in_place_ = rows_in_place();
     last_panel_ = panels.end;
     weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
     keep_copies_ = Block::kBackground || weights_stay_;
@@ -293,7 +292,7 @@ class GemmThread {
   const View view_;
   Background<BlockCopier<Block, View>> background_;
 
-  EvenRows in_place_;
+  const EvenRows in_place_ = rows_in_place();
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes]
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
   int32_t* row_sums_ = nullptr;

@@ -19,8 +19,8 @@ struct MatmulCall {
   int64_t dims = 0;  // leading ones, with their sizes
   const int64_t* sizes = nullptr;
   int64_t m = 0, n = 0, k = 0;
-  MatrixBatch left,
-      right;  // [m, k] and [k, n]; of each, rows or columns are contiguous, and those with one value are both
+  // [m, k] and [k, n]. Of each, rows or columns are contiguous; those with one value are both.
+  MatrixBatch left, right;
   float alpha = 1.0F;
   MatrixBatch other;  // [m, n], rows contiguous or one for all (a stride of 0); without data: none
   DType other_dtype = DType::f32;
