@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from xopt.graph.autocast import autocast_dtype
+from xopt.graph.autocast import autocast_dtype_of
 
 _CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
-_CPU, _XPU = torch.device("cpu"), torch.device("xpu")
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 # By class: what of an object a recorded graph takes for granted, hashable. Integrations fill it.
 opaque_states: dict[type, Callable[[Any], Any]] = {}
@@ -24,7 +23,7 @@ opaque_states: dict[type, Callable[[Any], Any]] = {}
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """A hashable key, and the values that are no part of it, in order."""
     values: list[Any] = []
-    key: list[Any] = [autocast_dtype(_CPU), autocast_dtype(_XPU)]
+    key: list[Any] = [autocast_dtype_of("cpu"), autocast_dtype_of("xpu")]
     for value in args:
         _flatten(value, key, values)
     for name, value in kwargs.items():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.autocast import autocast_dtype
 from xopt.modules.base import result_dtype
 from xopt.modules.pattern import (
     ADD,
@@ -133,7 +134,7 @@ def _finished(product: Tensor, other: Tensor | None, alpha: float) -> Tensor:
 def _is_for_kernel(left: Tensor, right: Tensor) -> bool:
     if is_for_torch(left, right) or right.dtype not in FLOATING or left.ndim < 2 or right.ndim < 2:
         return False
-    if left.dtype != right.dtype and not torch.is_autocast_enabled("cpu"):
+    if left.dtype != right.dtype and autocast_dtype(left.device) is None:
         return False
     if left.layout != torch.strided or right.layout != torch.strided or left.device.type != "cpu":
         return False

@@ -66,7 +66,7 @@ class RootForward:
         return self._call(module, args, kwargs)
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = "cpu" if self._dtype is None else _device_type(module)
+        device = "cpu" if self._dtype is None else _device_type(module, (*args, *kwargs.values()))
         if self._dtype is None or torch.is_autocast_enabled(device):
             return self._layout.call(self._forward, module, args, kwargs)
         with torch.autocast(device, dtype=self._dtype):
@@ -106,8 +106,12 @@ class RootForward:
         )
 
 
-def _device_type(module: nn.Module) -> str:
-    return next((parameter.device.type for parameter in module.parameters()), "cpu")
+def _device_type(module: nn.Module, inputs: tuple[Any, ...]) -> str:
+    """Of the first input that is a tensor; finding a parameter takes as long as ten of them."""
+    found = next((value for value in inputs if isinstance(value, torch.Tensor)), None)
+    if found is None:
+        found = next(module.parameters(), None)
+    return "cpu" if found is None else found.device.type
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
