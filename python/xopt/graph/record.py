@@ -77,7 +77,8 @@ _BLANK = frozenset(
 
 def is_fresh(target: Any) -> bool:
     """Whether a step of this function or method gives a tensor that nothing else refers to."""
-    return _name(target) in _FRESH | _BLANK
+    name = _name(target)
+    return name in _FRESH or name in _BLANK
 
 
 def _name(target: Any) -> str:

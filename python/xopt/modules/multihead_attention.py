@@ -92,9 +92,9 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
         queries, keys, values = (_heads(part, self.num_heads, self.batch_first) for part in projected)
         weights = None
         if need_weights:
-            attended, weights = _attend_with_weights(queries, keys, values, mask)
-            weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights if query.ndim == 3 else weights.squeeze(0)
+            attended, weights = _attend_with_weights(
+                queries, keys, values, mask, average=average_attn_weights, dims=query.ndim
+            )
         elif self._xopt_own_attention and not recording:
             attended = scaled_dot_product_attention(queries, keys, values, mask, causal=causal, scale=None, gqa=False)
         else:
@@ -230,15 +230,17 @@ def _mask(attn_mask: Any, key_padding_mask: Any, heads: int) -> Any:
     return join_masks(*masks) if len(masks) == 2 else next(iter(masks), None)
 
 
-def _attend_with_weights(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
-    """Attention step by step, for those who want to see its weights."""
+def _attend_with_weights(query: Any, key: Any, value: Any, mask: Any, *, average: bool, dims: int) -> tuple[Any, Any]:
+    """Attention step by step, and its weights as the caller wants to see them, who has inputs of `dims` dimensions."""
     product: Any = torch.matmul if is_symbolic((query, key, value), {}) else matmul  # patterns find torch's
     scores = product(query * query.shape[-1] ** -0.5, key.transpose(-2, -1))
     if mask is not None:
         hidden = mask if mask.dtype == torch.bool else None
         scores = scores + mask if hidden is None else scores.masked_fill(~hidden, float("-inf"))
     weights = torch.softmax(scores, -1)
-    return product(weights.to(value.dtype), value), weights
+    attended = product(weights.to(value.dtype), value)
+    weights = weights.mean(1) if average else weights
+    return attended, weights if dims == 3 else weights.squeeze(0)
 
 
 @in_place_of(functional.multi_head_attention_forward, switch="weights_prepack")
@@ -289,9 +291,9 @@ def _attention_of_torch(
     queries, keys, values = (_heads(each, num_heads, False) for each in projected)
     mask, shown = _mask(attn_mask, key_padding_mask, num_heads), None
     if need_weights:
-        attended, shown = _attend_with_weights(queries, keys, values, mask)
-        shown = shown.mean(1) if average_attn_weights else shown
-        shown = shown if query.ndim == 3 else shown.squeeze(0)
+        attended, shown = _attend_with_weights(
+            queries, keys, values, mask, average=average_attn_weights, dims=query.ndim
+        )
     else:
         attended = scaled_dot_product_attention(queries, keys, values, mask, causal=False, scale=None, gqa=False)
     return _product(_joined(attended, query.ndim, False), out_proj_weight, out_proj_bias, size), shown

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -18,16 +18,23 @@ from torch.overrides import TorchFunctionMode
 from xopt.config import Config
 from xopt.graph.record import active
 
-Substitute = TypeVar("Substitute", bound=Callable[..., Any])
-_substitutes: dict[Any, tuple[str, Callable[..., Any]]] = {}
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def in_place_of(*functions: Any, switch: str) -> Callable[[Substitute], Substitute]:
+class _Substitute(NamedTuple):
+    switch: str
+    function: Callable[..., Any]
+
+
+_substitutes: dict[Any, _Substitute] = {}
+
+
+def in_place_of(*functions: Any, switch: str) -> Callable[[Function], Function]:
     """Marks what takes the calls of these functions, with their arguments. It returns NotImplemented for a call that is
     torch's. `switch`: the name in `Config` that turns it off."""
 
-    def mark(substitute: Substitute) -> Substitute:
-        _substitutes.update(dict.fromkeys(functions, (switch, substitute)))
+    def mark(substitute: Function) -> Function:
+        _substitutes.update(dict.fromkeys(functions, _Substitute(switch, substitute)))
         return substitute
 
     return mark
@@ -57,10 +64,10 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if active.recorder is not None:  # a block inside is recorded: patterns look for torch's functions
             return function(*args, **kwargs)
-        switch, substitute = _substitutes.get(function, (None, None))
-        if switch is not None and substitute is not None and getattr(self._config, switch):
+        found = _substitutes.get(function)
+        if found is not None and getattr(self._config, found.switch):
             _state.met = True
-            result = substitute(*args, **kwargs)
+            result = found.function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         return function(*args, **kwargs)

@@ -67,9 +67,10 @@ def _decide_one(path: str, module: nn.Module, untouchable: str | None, config: C
 
 
 def _device_problem(module: nn.Module, replacement: type[Replacement]) -> str | None:
-    devices = {parameter.device for parameter in module._parameters.values() if parameter is not None}
-    elsewhere = [str(device) for device in devices if device.type != "cpu"]
-    return f"it is on {elsewhere[0]}, for which it has no kernel" if elsewhere and replacement.on_cpu_only else None
+    for parameter in module._parameters.values():
+        if replacement.on_cpu_only and parameter is not None and not parameter.is_cpu:
+            return f"it is on {parameter.device}, for which it has no kernel"
+    return None
 
 
 def _replacements() -> list[type[Replacement]]:
