@@ -64,11 +64,8 @@ def _like(values: Tensor | None, other: Tensor) -> Tensor | None:
 
 
 def _pool(named: Named) -> Tensor:
-    values, dims, sizes = (
-        named["input"],
-        named["input"].dim() - 2,
-        (named["kernel_size"], named["stride"], named["padding"]),
-    )
+    values, sizes = named["input"], (named["kernel_size"], named["stride"], named["padding"])
+    dims = values.dim() - 2
     if named["kind"] == "max":
         largest: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
         return largest(values, *sizes, named["dilation"], named.get("ceil_mode", False))  # type: ignore[no-any-return]
