@@ -123,7 +123,7 @@ def test_kernels_are_those_of_what_launched_them(tmp_path: pathlib.Path) -> None
 
 
 def test_with_a_device_in_use_arguments_of_compiled_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_devices", lambda: [torch.cpu])
+    monkeypatch.setattr(session, "_devices_in_use", lambda: [torch.cpu])
     rows, region = torch.ones(4, 8), torch._C._profiler._RecordFunctionFast
     taking: Any = session.profiler(roofs=False)
     with taking, region("triton_poi_fused_0", (rows, 3), {"kernel_file": "a file"}):
@@ -187,6 +187,18 @@ def test_a_device_is_busy_while_any_kernel_runs() -> None:
     assert taken.device_busy_share("cuda:0") == pytest.approx(10e-6 / 4e-5)
     taken.plain_step_seconds = []
     assert taken.device_busy_share("cuda:0") == pytest.approx(10e-6 / 1e-4)
+
+
+def test_a_device_that_holds_nothing_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's profiler starts the devices that there are: profiles of the CPU still see all threads."""
+
+    class Device:
+        def __init__(self, held: int) -> None:
+            self.memory_allocated = lambda: held
+
+    holding = Device(1)
+    monkeypatch.setattr(session, "_devices", lambda: [Device(0), holding])
+    assert session._devices_in_use() == [holding]
 
 
 def test_kernels_are_compared_with_the_devices_roofs() -> None:

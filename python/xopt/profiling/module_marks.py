@@ -35,7 +35,8 @@ class ModuleMarks:
             self._add_root(root, "")
 
     def install(self) -> None:
-        self._handles = [
+        """Unless they are."""
+        self._handles = self._handles or [
             hooks.register_module_forward_pre_hook(self._enter),
             hooks.register_module_forward_hook(self._leave, always_call=True),
         ]

@@ -49,13 +49,11 @@ def profile(
             model(*inputs, **named)
         plain = [_timed(model, inputs, named) for _ in range((steps + 1) // 2)]
         session = Session(model if isinstance(model, nn.Module) else None, roofs=roofs, one_step=False)
+        if warmup:
+            session.warm_up(model, inputs, named)
         with session as taken:
             for _ in range(steps):
-                with session.step(), warnings.catch_warnings():
-                    # The marks are made in forwards only, and so may fire once more for a compiled module.
-                    warnings.filterwarnings(
-                        "ignore", message="Using `torch.compile.module.` when there are global hooks"
-                    )
+                with session.step(), _hooks_welcome():
                     model(*inputs, **named)
         # Half of them afterwards: a machine that is shared changes its pace.
         plain += [_timed(model, inputs, named) for _ in range((steps + 1) // 2)]
@@ -81,6 +79,15 @@ def _timed(model: Any, inputs: Any, named: Any) -> float:
     return time.perf_counter() - start
 
 
+@contextmanager
+def _hooks_welcome() -> Iterator[None]:
+    """No word of torch.compile's about hooks of all modules: our marks are made in forwards only, and so may fire once
+    more for a compiled module."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        yield
+
+
 def _allocations(model: Any, inputs: Any, named: Any) -> tuple[int, int]:
     """How many tensors' memories one step allocates in this thread, and their bytes."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -95,9 +102,14 @@ def _synchronize() -> None:
 
 
 def _devices() -> list[Any]:
-    """torch's modules of the devices that are there beside the CPU, and in use."""
+    """torch's modules of the devices that are there beside the CPU, and started."""
     found = [getattr(torch, name, None) for name in ("cuda", "xpu")]
     return [device for device in found if device is not None and device.is_available() and device.is_initialized()]
+
+
+def _devices_in_use() -> list[Any]:
+    """Of these, where something lies: the profiler itself starts a device."""
+    return [device for device in _devices() if device.memory_allocated() > 0]
 
 
 @contextmanager
@@ -141,6 +153,17 @@ class Session(AbstractContextManager[Profile]):
         self._cleanup = ExitStack()
         self._usage = resource.getrusage(resource.RUSAGE_SELF)
 
+    def warm_up(self, model: Any, inputs: Any, named: Any) -> None:
+        """One call with the marks, which then stay for the profile: a compiled module may be compiled anew for them,
+        and would be once more for others."""
+        self._marks.install()
+        try:
+            with _hooks_welcome():
+                model(*inputs, **named)
+        except BaseException:
+            self._marks.remove()
+            raise
+
     def __enter__(self) -> Profile:
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU}
         self._kineto = torch.profiler.profile(
@@ -149,18 +172,18 @@ class Session(AbstractContextManager[Profile]):
             # Of all threads torch does not record what TorchInductor's kernels were called with, which is how sizes of
             # a device's kernels are known.
             experimental_config=torch._C._profiler._ExperimentalConfig(
-                profile_all_threads=not _devices(), capture_overload_names=True
+                profile_all_threads=not _devices_in_use(), capture_overload_names=True
             ),
         )
         with ExitStack() as started:
+            self._marks.install()
+            started.callback(self._marks.remove)
             started.enter_context(_alone())
             started.enter_context(kernels_named())
             self._kineto.__enter__()
             started.callback(self._kineto.__exit__, None, None, None)
             _C.start_trace()
             started.callback(_C.stop_trace)
-            self._marks.install()
-            started.callback(self._marks.remove)
             self._usage = resource.getrusage(resource.RUSAGE_SELF)
             if self._one_step:
                 started.enter_context(self.step())
