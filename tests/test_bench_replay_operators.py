@@ -148,7 +148,9 @@ def test_it_is_replayed_at_each_level_and_by_each_blocking(name: str, monkeypatc
     operator = f"xopt::{name.partition(',')[0]}"
     kernel = recorded(taken, operator)
     result = replay.replay(kernel, all_instances=True, seconds=0.0)
-    unknown = [reason for reason in result.failures.values() if "UnavailableError" not in reason]
+    unknown = {who: reason for who, reason in result.failures.items() if "UnavailableError" not in reason}
+    if name.startswith(("qconv", "qlinear")) and not xopt.capabilities().features["avx512_vnni"]:
+        unknown.pop("oneDNN", None)  # without VNNI it sums pairs of products in 16 bits, which do not hold them
     assert not unknown, unknown
     instances = [*levels_of(kernel), *(instance for instance, _ in blockings_of(kernel))]
     assert {RECORDED, *(f"xopt, {instance}" for instance in instances)} <= set(result.cold)

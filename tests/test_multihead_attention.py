@@ -126,6 +126,7 @@ def test_it_stays_what_it_was() -> None:
 
 
 def test_gradients_of_inputs_and_weights_put_in_their_place() -> None:
+    torch.manual_seed(0)
     source = attention(batch_first=True)
     optimized = xopt.optimize(source, dtype=torch.float32)
     x = torch.randn(2, 5, 64)
@@ -138,7 +139,8 @@ def test_gradients_of_inputs_and_weights_put_in_their_place() -> None:
     swapped = {name: value * 2 for name, value in source.state_dict().items()}
     with torch.no_grad():
         result = torch.func.functional_call(optimized, swapped, (x, x, x))[0]
-        torch.testing.assert_close(result, torch.func.functional_call(source, swapped, (x, x, x))[0])
+        expected = torch.func.functional_call(source, swapped, (x, x, x))[0]
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_appends_keys_is_left_alone() -> None:
