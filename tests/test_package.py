@@ -50,7 +50,7 @@ def test_no_library_needs_an_openmp_runtime_of_its_own(library: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_exceptions_can_cross_into_torch(library: str) -> None:
-    """A compiler set to link libstdc++ statically gives libraries whose first error ends the process."""
+    """A compiler set to link libstdc++ statically gives libraries with a second one, whose streams are not torch's."""
     assert "libstdc++.so.6" in needed_by(library)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,24 @@ from tests.conv_cases import last
 from xopt import _C, sycl
 from xopt.bench.sycl import print_builds
 from xopt.sycl import loading
+from xopt.sycl.devices import Device, find
 
 T = TypeVar("T")
 
 
 # ---- Without the part ----------------------------------------------------------------------------------------------
+
+
+def test_of_several_cpus_the_one_for_tensors_of_the_cpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def device(number: int, system: bool) -> Device:
+        return Device(number, "a CPU", "cpu", "opencl", "1", (8,), (), True, True, system, 1024)
+
+    there = (device(0, False), device(1, True), device(2, True))
+    monkeypatch.setattr(sys.modules["xopt.sycl.devices"], "devices", lambda: there)
+    assert find("cpu") is there[1]
+    assert find("0") is there[0]
+    with pytest.raises(RuntimeError, match="there is no SYCL device 'gpu'; there are: 0: a CPU"):
+        find("gpu")
 
 
 def test_without_the_part_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +327,7 @@ def test_memory_that_a_device_lacks_is_named() -> None:
 @needs_sycl
 @torch.no_grad()
 def test_a_device_without_matrix_units_computes_on_its_vectors() -> None:
-    (found,) = (device for device in sycl.devices() if device.type == "cpu")
+    found = find("cpu")
     if found.matrix_shapes:
         pytest.skip("NOT RUN: products without matrix units, which this device has; tests of other CPUs run them")
     weight = torch.randn(33, 40)

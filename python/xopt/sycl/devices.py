@@ -61,10 +61,11 @@ def _device(number: int, record: dict[str, Any]) -> Device:
 
 
 def find(name: str) -> Device:
-    """By a type ("cpu", "gpu") or a number ("1"); the first that fits."""
+    """By a type ("cpu", "gpu") or a number ("1"); of several the first that works on tensors of the CPU, as not every
+    driver's does (PoCL's)."""
     found = devices()
-    for device in found:
-        if name in (device.type, str(device.number)):
-            return device
+    fitting = [device for device in found if name in (device.type, str(device.number))]
+    if fitting:
+        return max(fitting, key=lambda device: device.usm_system)
     there = "; ".join(map(str, found)) or "none at all"
     raise RuntimeError(f"xopt.sycl: there is no SYCL device {name!r}; there are: {there}")

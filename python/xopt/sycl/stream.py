@@ -53,8 +53,8 @@ class device:  # noqa: N801 - as torch.device, which can be a context as well
         found = find(name)
         if not found.usm_system:
             raise RuntimeError(
-                f"xopt.sycl: device {found.name} cannot work on tensors of the CPU: it lacks system USM; move the model"
-                " to it with to('xpu')"
+                f"xopt.sycl: device {found.name} cannot work on tensors of the CPU: it lacks system USM; take"
+                " another, or move the model to it with to('xpu')"
             )
         key = (found.number, tile, asynchronous)
         known = _streams.__dict__.setdefault("by_key", {})
