@@ -129,6 +129,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "rotary": rotary,
     "softmax": lambda: ops.softmax(torch.randn(5, 64)),
     "upsample": lambda: ops.upsample(image(1, 8, 4, 4), [8, 8], "linear"),
+    "window_merge": lambda: ops.window_merge(torch.randn(1, 2, 2, 3, 3, 8), [6, 6], [1, 1]),
+    "window_partition": lambda: ops.window_partition(torch.randn(1, 6, 6, 8), [3, 3], [-1, -1]),
     "upsample, nearest": lambda: ops.upsample(image(1, 8, 4, 4), [8, 8], "nearest"),
 }
 LINKS = ("conv_chain",)
