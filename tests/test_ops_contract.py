@@ -82,8 +82,8 @@ SCHEMAS = {
     "linear_pack_weight_only": "linear_pack_weight_only(Tensor weight, Tensor scale, Tensor? zero_point=None, *, "
     "int bits, int group_size, bool gated=False) -> Tensor",
     "linear_weight_only": "linear_weight_only(Tensor input, Tensor packed, int out_features, Tensor? bias=None, "
-    'Tensor? up_bias=None, *, str activation="none", float alpha=0., float beta=0., str binary="none", '
-    "Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor",
+    'Tensor? up_bias=None, *, bool gated=False, str activation="none", float alpha=0., float beta=0., '
+    'str binary="none", Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor',
     "linear_unpack": "linear_unpack(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
     "linear_unpack_gated": "linear_unpack_gated(Tensor packed, int out_features, int in_features, ScalarType dtype) "
     "-> (Tensor gate, Tensor up)",
@@ -407,7 +407,7 @@ def samples_linear_weight_only() -> Iterator[Call]:
         yield (random(3, k, dtype=dtype), weight, N), {"binary": "add", "other": random(N), "out_dtype": torch.float32}
     for (args, kwargs), k in weight_only_samples(gated=True):
         weight = ops.linear_pack_weight_only(*args, **kwargs)
-        yield (random(3, k), weight, N // 2, random(N // 2), random(N // 2)), {"activation": "silu"}
+        yield (random(3, k), weight, N // 2, random(N // 2), random(N // 2)), {"gated": True, "activation": "silu"}
 
 
 def samples_linear_unpack() -> Iterator[Call]:

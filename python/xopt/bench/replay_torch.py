@@ -92,7 +92,9 @@ def _window_partition(named: Named) -> Tensor:
     bottom, right = -image.shape[1] % height, -image.shape[2] % width
     padded = F.pad(image, (0, 0, 0, right, 0, bottom)) if bottom or right else image
     rolled: Tensor = padded.roll(tuple(named["shift"]), (1, 2)) if any(named["shift"]) else padded
-    return rolled.unflatten(2, (-1, width)).unflatten(1, (-1, height)).transpose(2, 3).contiguous()
+    images, down, across, channels = rolled.shape
+    cut = rolled.reshape(images, down // height, height, across // width, width, channels)
+    return cut.transpose(2, 3).contiguous()
 
 
 def _window_merge(named: Named) -> Tensor:
