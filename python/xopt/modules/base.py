@@ -61,6 +61,10 @@ class Replacement:
     """Whether it has kernels for the CPU alone."""
 
     @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        return isinstance(module, cls.source)
+
+    @classmethod
     def why_not(cls, module: Any, context: Context) -> str | None:
         """Why this module has to stay as it is, in words for the report; None: it can be replaced."""
         raise NotImplementedError

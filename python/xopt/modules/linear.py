@@ -67,7 +67,11 @@ class PackedProduct(PackedState):
         module._parameters["weight"] = packed = context.pack(weight, cls.transposed)
         return f"packed as {dtype_name(packed.dtype)}"
 
-    def forward(self, input: Any) -> torch.Tensor:
+    def forward(self, input: Any) -> Any:
+        return self.product(input)
+
+    def product(self, input: Any) -> torch.Tensor:
+        """What nn.Linear computes, whatever else a class of modules has around it."""
         if type(input) is Symbol:
             symbol: Any = input
             return recorder_of(symbol).call_module(self, linear, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
@@ -140,6 +144,6 @@ def linear(
     place = place_of(weight_of(module))
     bias: torch.Tensor | None = module._parameters["bias"]
     if place is None or (other is not None and not is_output_like(other, input, module)):
-        return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
+        return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return _product(module, place, input, bias, told(after, input, out_dtype, scale=scale, other=other))

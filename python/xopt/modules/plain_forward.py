@@ -29,12 +29,7 @@ def says_the_same(module: nn.Linear) -> bool:
         return False
     if plain_parameter_problem(module, "weight"):
         return False
-    try:
-        graph = _recorded(module)
-    except Exception:  # whatever a forward does when it meets a symbol: then it is another one
-        return False
-    result: Any = next(node for node in graph.nodes if node.op == "output").args[0]
-    return _is_product(result, with_bias=module.bias is not None)
+    return is_product(recorded_result(module), with_bias=module.bias is not None)
 
 
 def _looks_elsewhere(module: nn.Linear) -> bool:
@@ -47,7 +42,16 @@ def _looks_elsewhere(module: nn.Linear) -> bool:
     return bool(set(code.co_names) & ((own | held) - _KNOWN))
 
 
-def _recorded(module: nn.Linear) -> Graph:
+def recorded_result(module: Any) -> Any:
+    """What the record of a forward returns for a single tensor; None: it cannot be recorded."""
+    try:
+        graph = _recorded(module)
+    except Exception:  # whatever a forward does when it meets a symbol: then it is another one
+        return None
+    return next(node for node in graph.nodes if node.op == "output").args[0]
+
+
+def _recorded(module: Any) -> Graph:
     """Of a stand-in whose parameters have no values, so that nothing is computed."""
     kind: Any = derive(TensorBlock, type(module))
     stand_in = kind.__new__(kind)
@@ -61,7 +65,8 @@ def _recorded(module: nn.Linear) -> Graph:
         return record(stand_in, type(module).forward, (input,), {}).graph
 
 
-def _is_product(result: Any, with_bias: bool) -> bool:
+def is_product(result: Any, with_bias: bool) -> bool:
+    """Whether a recorded value is what nn.Linear computes of the input."""
     if is_call(result, functional.linear):
         input, weight, bias = (argument(result, place, name) for place, name in enumerate(("input", "weight", "bias")))
         return _is_input(input) and _is_named(weight, "weight") and _is_bias(bias, with_bias)

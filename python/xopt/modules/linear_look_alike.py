@@ -1,0 +1,130 @@
+"""Modules that are no nn.Linear, and compute what it does in the calls that they get: a layer that a library writes for
+itself, with modes that are switched off and results beside the product (I-BERT's QuantLinear, where it does not
+quantize).
+
+Such a module is known by its weight [out_features, in_features] and by the record of its forward. Its own forward
+stays, for all calls but those that were recorded: of one tensor, with defaults for the rest, while all that the forward
+reads of the module is what it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from xopt.graph.record import active
+from xopt.graph.symbol import Symbol
+from xopt.modules.base import Context, Replacement
+from xopt.modules.linear import PackedProduct
+from xopt.modules.packed_state import PackedState
+from xopt.modules.plain_forward import is_product, recorded_result
+from xopt.modules.product import product_problem
+
+_FORM = "_xopt_form"  # in a module's __dict__
+_SIMPLE = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a forward does around its product."""
+
+    result: tuple[Any, ...] | None
+    """What it returns, with the product at `place`; None: the product alone."""
+    place: int
+    watched: tuple[tuple[str, Any], ...]
+    """What it reads of the module beside weight and bias, and what that was."""
+    defaults: tuple[tuple[str, Any], ...]
+    """Its other arguments, which a call has to leave as they are."""
+
+    def takes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the forward does so in this call."""
+        given = (*zip((name for name, _ in self.defaults), args[1:], strict=False), *kwargs.items())
+        missing = object()
+        plain = len(args) in range(1, len(self.defaults) + 2) and isinstance(args[0], torch.Tensor | Symbol)
+        as_usual = all(value is dict(self.defaults).get(name, missing) for name, value in given)
+        return plain and as_usual and all(_is_still(module, *each) for each in self.watched)
+
+    def around(self, product: Any) -> Any:
+        return product if self.result is None else (*self.result[: self.place], product, *self.result[self.place + 1 :])
+
+
+def _is_still(module: nn.Module, name: str, value: Any) -> bool:
+    now = getattr(module, name, None)
+    return now is value or (type(value) in _SIMPLE and type(now) is type(value) and now == value)
+
+
+class PackedLookAlike(Replacement, PackedProduct):
+    source: ClassVar[type[nn.Module]] = nn.Module
+    switch: ClassVar[str] = "weights_prepack"
+    packs: ClassVar[bool] = True
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        parameters, held = module._parameters, module.__dict__
+        weight = parameters.get("weight")
+        sizes = (held.get("out_features"), held.get("in_features"))
+        others = isinstance(module, nn.Linear) or module._modules or type(module).__module__.startswith("torch.")
+        fits = not others and weight is not None and weight.shape == sizes
+        return fits and {*parameters} <= {"weight", "bias"} and ("bias" in parameters or held.get("bias", 0) is None)
+
+    @classmethod
+    def why_not(cls, module: Any, context: Context) -> str | None:
+        problem = product_problem(module)
+        if problem is None and _form_of(module) is None:
+            return "its forward is not that of a linear layer"
+        return problem
+
+    @classmethod
+    def replace(cls, module: Any, context: Context) -> str:
+        module.__dict__[_FORM] = _form_of(module)
+        module._parameters.setdefault("bias", module.__dict__.pop("bias", None))
+        return cls.pack(module, context)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        form: Form = self.__dict__[_FORM]
+        if not torch.compiler.is_compiling() and active.recorder is not None:
+            for name, _ in form.watched:
+                active.recorder.watch(self, name)
+        if form.takes(self, args, kwargs):
+            return form.around(self.product(args[0]))
+        return super(PackedState, self).forward(*args, **kwargs)  # the source's own
+
+
+def _form_of(module: Any) -> Form | None:
+    """None: it does not compute what nn.Linear does, or nobody can tell when."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or "forward" in module.__dict__:
+        return None
+    watched, defaults = _read_of(module, forward.__code__), _defaults(forward)
+    recorded = None if watched is None or defaults is None else recorded_result(module)
+    result = recorded if type(recorded) is tuple else (recorded,)
+    places = [place for place, value in enumerate(result) if isinstance(value, Node)]
+    if len(places) != 1 or not is_product(result[places[0]], with_bias=module.bias is not None):
+        return None
+    return Form(result if type(recorded) is tuple else None, places[0], tuple(watched or ()), tuple(defaults or ()))
+
+
+def _read_of(module: nn.Module, code: CodeType) -> list[tuple[str, Any]] | None:
+    """The attributes of a module that code may read, but for its weight and bias; None: it goes on to other code."""
+    if code.co_freevars or any(isinstance(constant, CodeType) for constant in code.co_consts):
+        return None
+    own = set(dir(type(module))) - set(dir(nn.Module))
+    names = [name for name in code.co_names if name not in ("weight", "bias")]
+    watched = [(name, getattr(module, name)) for name in names if name in own or name in module.__dict__]
+    goes_on = any(isinstance(value, MethodType) and value.__self__ is module for _, value in watched)
+    computed = any(hasattr(getattr(type(module), name, None), "__get__") for name, _ in watched)
+    return None if goes_on or computed else watched
+
+
+def _defaults(forward: FunctionType) -> list[tuple[str, Any]] | None:
+    """Of all arguments after the first; None: there are some without."""
+    parameters = list(inspect.signature(forward).parameters.values())[2:]
+    if any(each.kind is not each.POSITIONAL_OR_KEYWORD or each.default is each.empty for each in parameters):
+        return None
+    return [(each.name, each.default) for each in parameters]
