@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +23,10 @@ from xopt.graph.symbol import Symbol
 from xopt.modules.base import Context, Replacement
 from xopt.modules.linear import PackedProduct
 from xopt.modules.packed_state import PackedState
-from xopt.modules.plain_forward import is_product, recorded_result
+from xopt.modules.plain_forward import is_product, is_still, read_of, recorded_result
 from xopt.modules.product import product_problem
 
 _FORM = "_xopt_form"  # in a module's __dict__
-_SIMPLE = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,10 @@ class Form:
         missing = object()
         plain = len(args) in range(1, len(self.defaults) + 2) and isinstance(args[0], torch.Tensor | Symbol)
         as_usual = all(value is dict(self.defaults).get(name, missing) for name, value in given)
-        return plain and as_usual and all(_is_still(module, *each) for each in self.watched)
+        return plain and as_usual and all(is_still(module, *each) for each in self.watched)
 
     def around(self, product: Any) -> Any:
         return product if self.result is None else (*self.result[: self.place], product, *self.result[self.place + 1 :])
-
-
-def _is_still(module: nn.Module, name: str, value: Any) -> bool:
-    now = getattr(module, name, None)
-    return now is value or (type(value) in _SIMPLE and type(now) is type(value) and now == value)
 
 
 class PackedLookAlike(Replacement, PackedProduct):
@@ -66,11 +60,12 @@ class PackedLookAlike(Replacement, PackedProduct):
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
+        if isinstance(module, nn.Linear) or type(module).__module__.startswith("torch."):
+            return False
         parameters, held = module._parameters, module.__dict__
         weight = parameters.get("weight")
         sizes = (held.get("out_features"), held.get("in_features"))
-        others = isinstance(module, nn.Linear) or module._modules or type(module).__module__.startswith("torch.")
-        fits = not others and weight is not None and weight.shape == sizes
+        fits = not module._modules and weight is not None and weight.shape == sizes
         return fits and {*parameters} <= {"weight", "bias"} and ("bias" in parameters or held.get("bias", 0) is None)
 
     @classmethod
@@ -101,25 +96,13 @@ def _form_of(module: Any) -> Form | None:
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or "forward" in module.__dict__:
         return None
-    watched, defaults = _read_of(module, forward.__code__), _defaults(forward)
-    recorded = None if watched is None or defaults is None else recorded_result(module)
+    watched, defaults = read_of(module, forward.__code__), _defaults(forward)
+    recorded = None if watched is None or defaults is None else recorded_result(module, module.in_features)
     result = recorded if type(recorded) is tuple else (recorded,)
     places = [place for place, value in enumerate(result) if isinstance(value, Node)]
     if len(places) != 1 or not is_product(result[places[0]], with_bias=module.bias is not None):
         return None
     return Form(result if type(recorded) is tuple else None, places[0], tuple(watched or ()), tuple(defaults or ()))
-
-
-def _read_of(module: nn.Module, code: CodeType) -> list[tuple[str, Any]] | None:
-    """The attributes of a module that code may read, but for its weight and bias; None: it goes on to other code."""
-    if code.co_freevars or any(isinstance(constant, CodeType) for constant in code.co_consts):
-        return None
-    own = set(dir(type(module))) - set(dir(nn.Module))
-    names = [name for name in code.co_names if name not in ("weight", "bias")]
-    watched = [(name, getattr(module, name)) for name in names if name in own or name in module.__dict__]
-    goes_on = any(isinstance(value, MethodType) and value.__self__ is module for _, value in watched)
-    computed = any(hasattr(getattr(type(module), name, None), "__get__") for name, _ in watched)
-    return None if goes_on or computed else watched
 
 
 def _defaults(forward: FunctionType) -> list[tuple[str, Any]] | None:

@@ -74,7 +74,7 @@ def _device_problem(module: nn.Module, replacement: type[Replacement]) -> str | 
 
 def _replacements() -> list[type[Replacement]]:
     """Those of the most special classes first."""
-    return sorted(Replacement.__subclasses__(), key=lambda replacement: -len(replacement.source.__mro__))
+    return sorted(Replacement.__subclasses__(), key=lambda each: (-len(each.source.__mro__), -len(each.__mro__)))
 
 
 def _find_shared(decisions: list[Decision], context: Context) -> None:
