@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import xopt
-from tests.families import kernel_calls
+from tests.families import expect_input_gradients, kernel_calls
 from tests.test_optimize_conv import fused_in, relative_error
 
 X = torch.randn(2, 8, 9, 11, generator=torch.Generator().manual_seed(0))
@@ -154,11 +154,7 @@ def test_new_values_are_seen() -> None:
 def test_gradients() -> None:
     source = Block(Standardized).eval().requires_grad_(False)
     optimized: Any = xopt.optimize(source, dtype=torch.float32, sample_input=X)
-    given, expected = (X.clone().requires_grad_() for _ in range(2))
-    optimized(given).square().sum().backward()
-    source(expected).square().sum().backward()
-    assert given.grad is not None
-    torch.testing.assert_close(given.grad, expected.grad, rtol=1e-4, atol=1e-4)
+    expect_input_gradients(optimized, source, X, tolerance=1e-4)
     for model in (source, optimized):
         model.first.weight.requires_grad_()
         model(X).square().sum().backward()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import xopt
-from tests.families import kernel_calls
+from tests.families import expect_input_gradients, kernel_calls
 
 X = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
 
@@ -176,11 +176,7 @@ def test_other_weights_are_used() -> None:
 def test_a_gradient_of_the_input() -> None:
     source = Block(LookAlike).eval().requires_grad_(False)
     optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)
-    given, expected = (X.clone().requires_grad_() for _ in range(2))
-    optimized(given).square().sum().backward()
-    source(expected).square().sum().backward()
-    assert given.grad is not None
-    torch.testing.assert_close(given.grad, expected.grad)
+    expect_input_gradients(optimized, source, X)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import xopt
 from tests import cases
 from tests.cases import DTYPES
 from tests.conv_cases import LAYOUTS, image, joined, numbers
-from tests.families import Family, expect_equal, kernel_calls
+from tests.families import Family, expect_equal, expect_input_gradients, kernel_calls
 from tests.test_optimize_conv import fused_in
 
 Tensor = torch.Tensor
@@ -267,8 +267,4 @@ def test_the_switch_leaves_them_to_torch() -> None:
 def test_a_gradient_passes_them() -> None:
     source: Any = Windowed().eval().requires_grad_(False)
     model = xopt.optimize(source, sample_input=torch.randn(1, 5, 5, 16))
-    given, expected = (torch.ones(1, 6, 5, 16).requires_grad_() for _ in range(2))
-    model(given).square().sum().backward()
-    source(expected).square().sum().backward()
-    assert given.grad is not None
-    torch.testing.assert_close(given.grad, expected.grad)
+    expect_input_gradients(model, source, torch.ones(1, 6, 5, 16))
