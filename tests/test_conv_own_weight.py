@@ -151,6 +151,15 @@ def test_new_values_are_seen() -> None:
         torch.testing.assert_close(optimized.double()(X.double()), other.double()(X.double()))
 
 
+@torch.no_grad()
+def test_compile_and_export() -> None:
+    source = Block(Standardized).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(optimized, fullgraph=True, backend="eager")(X), source(X))
+    torch.testing.assert_close(torch.export.export(optimized, (X,)).module()(X), source(X))
+
+
 def test_gradients() -> None:
     source = Block(Standardized).eval().requires_grad_(False)
     optimized: Any = xopt.optimize(source, dtype=torch.float32, sample_input=X)

@@ -180,6 +180,15 @@ def test_a_gradient_of_the_input() -> None:
 
 
 @torch.no_grad()
+def test_compile_and_export() -> None:
+    source = Block(LookAlike).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(optimized, fullgraph=True, backend="eager")(X), source(X))
+    torch.testing.assert_close(torch.export.export(optimized, (X,)).module()(X), source(X))
+
+
+@torch.no_grad()
 def test_ibert_quantizes_when_it_is_told_to() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}

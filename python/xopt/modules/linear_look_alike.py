@@ -43,10 +43,10 @@ class Form:
 
     def takes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the forward does so in this call."""
-        given = (*zip((name for name, _ in self.defaults), args[1:], strict=False), *kwargs.items())
-        missing = object()
-        plain = len(args) in range(1, len(self.defaults) + 2) and isinstance(args[0], torch.Tensor | Symbol)
-        as_usual = all(value is dict(self.defaults).get(name, missing) for name, value in given)
+        usual = dict(self.defaults)
+        given = [*zip(usual, args[1:], strict=False), *kwargs.items()]
+        plain = 1 <= len(args) <= len(usual) + 1 and isinstance(args[0], torch.Tensor | Symbol)
+        as_usual = all(name in usual and value is usual[name] for name, value in given)
         return plain and as_usual and all(is_still(module, *each) for each in self.watched)
 
     def around(self, product: Any) -> Any:
