@@ -163,6 +163,17 @@ def expect_values(
     raise AssertionError("\n".join(lines))
 
 
+def expect_input_gradients(
+    model: torch.nn.Module, source: torch.nn.Module, x: torch.Tensor, tolerance: float = 1e-5
+) -> None:
+    """Of an optimized model, whose parameters want none, as of its source."""
+    given, expected = (x.clone().requires_grad_() for _ in range(2))
+    model(given).square().sum().backward()
+    source(expected).square().sum().backward()
+    assert given.grad is not None
+    torch.testing.assert_close(given.grad, expected.grad, rtol=tolerance, atol=tolerance)
+
+
 def expect_equal(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     """Bit for bit, except that a NaN is as good as another."""
     if got.shape != expected.shape or got.dtype != expected.dtype:

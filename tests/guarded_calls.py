@@ -252,6 +252,15 @@ def qconv_calls(caller: Caller, channels: int, out: int, size: int, dtype: torch
             caller.call(f"qconv {where}", qconv, pixels, scales[:1], zero, packed, bias, **options)
 
 
+def window_calls(caller: Caller, channels: int, size: int, dtype: torch.dtype) -> None:
+    ops = torch.ops.xopt
+    where, image = f"{channels}x{size}x{size} {dtype}", torch.randn(2, size + 7, size, channels).to(dtype)
+    (windows,) = caller.call(
+        f"window_partition {where}", lambda image: ops.window_partition(image, [3, 2], [-1, 4]), image
+    )
+    caller.call(f"window_merge {where}", lambda windows: ops.window_merge(windows, [size + 7, size], [1, -4]), windows)
+
+
 def recurrent_calls(caller: Caller, batch: int, units: int, features: int, dtype: torch.dtype) -> None:
     from xopt.modules.packed_parameter import PackedParameter
 
@@ -305,6 +314,8 @@ def main(mode: str) -> None:
         for packed_dtype in FLOATS:
             conv_calls(caller, channels, out, size, packed_dtype, FLOATS[index % 3])
             conv_calls(caller, channels, out, size, packed_dtype, packed_dtype)
+        for dtype in (*FLOATS, torch.int8):
+            window_calls(caller, channels, size, dtype)
         for dtype in (torch.uint8, torch.int8):
             qconv_calls(caller, channels, out, size, dtype)
     print(f"calls made: {caller.calls}")

@@ -21,6 +21,7 @@ GLOBAL = {"encoder_attention_type": "transient-global", "global_block_size": 4}
 XLNET = {"vocab_size": 250, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128}
 FUNNEL = {"vocab_size": 250, "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, "block_sizes": [2, 2]}
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 16, "chunk_size": 8}
+STATES = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 4}
 AXES = {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [32, 32], "max_position_embeddings": 32}
 REFORMER = {"attn_layers": ["local", "local"], "local_attn_chunk_length": 8, "feed_forward_size": 128, **AXES}
 SOUND_LAYERS = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 16}
@@ -34,6 +35,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor]]] = {
     "xlnet": (build("XLNet", "Model", **XLNET), {"input_ids": WORDS}),
     "funnel": (build("Funnel", "Model", **FUNNEL), {"input_ids": WORDS}),
     "mamba 2": (build("Mamba2", "Model", **SPECIAL, **MAMBA, n_groups=2, expand=2), {"input_ids": WORDS}),
+    "falcon mamba": (build("FalconMamba", "Model", **SPECIAL, **STATES), {"input_ids": WORDS}),
     "reformer": (
         build("Reformer", "Model", **SPECIAL, **REFORMER, hidden_size=64, num_attention_heads=4, is_decoder=False),
         {"input_ids": torch.arange(64).reshape(2, 32) * 7 % 250},

@@ -115,7 +115,13 @@ CALLS: dict[str, Callable[[], Any]] = {
     "linear_weight_only": lambda: ops.linear_weight_only(torch.randn(5, 64), weight_only(4, 32), 48),
     "linear_weight_only, 8 bits": lambda: ops.linear_weight_only(torch.randn(5, 64), weight_only(8, 64), 48),
     "linear_weight_only, gated": lambda: ops.linear_weight_only(
-        torch.randn(5, 64), weight_only(4, 64, gated=True), 48, torch.randn(48), torch.randn(48), activation="silu"
+        torch.randn(5, 64),
+        weight_only(4, 64, gated=True),
+        48,
+        torch.randn(48),
+        torch.randn(48),
+        gated=True,
+        activation="silu",
     ),
     "matmul": lambda: ops.matmul(torch.randn(2, 5, 64), torch.randn(64, 48), torch.randn(48), alpha=0.5),
     "packed_rows": packed_rows,
@@ -129,6 +135,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "rotary": rotary,
     "softmax": lambda: ops.softmax(torch.randn(5, 64)),
     "upsample": lambda: ops.upsample(image(1, 8, 4, 4), [8, 8], "linear"),
+    "window_merge": lambda: ops.window_merge(torch.randn(1, 2, 2, 3, 3, 8), [6, 6], [1, 1]),
+    "window_partition": lambda: ops.window_partition(torch.randn(1, 6, 6, 8), [3, 3], [-1, -1]),
     "upsample, nearest": lambda: ops.upsample(image(1, 8, 4, 4), [8, 8], "nearest"),
 }
 LINKS = ("conv_chain",)

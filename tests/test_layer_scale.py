@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import xopt
+from tests.families import expect_input_gradients
 from tests.test_linear_batch_norm import relative_error
 
 X = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
@@ -113,11 +114,7 @@ def test_sees_a_new_scale_and_other_shapes() -> None:
 def test_gradients_and_weights_of_the_caller() -> None:
     source = Scaled().eval().requires_grad_(False)
     optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)
-    given, expected = (X.clone().requires_grad_() for _ in range(2))
-    optimized(given).square().sum().backward()
-    source(expected).square().sum().backward()
-    assert given.grad is not None
-    torch.testing.assert_close(given.grad, expected.grad)
+    expect_input_gradients(optimized, source, X)
     other = {"down.weight": torch.randn(48, 96)}
     with torch.no_grad():
         result = torch.func.functional_call(optimized, other, (X,))

@@ -82,8 +82,8 @@ SCHEMAS = {
     "linear_pack_weight_only": "linear_pack_weight_only(Tensor weight, Tensor scale, Tensor? zero_point=None, *, "
     "int bits, int group_size, bool gated=False) -> Tensor",
     "linear_weight_only": "linear_weight_only(Tensor input, Tensor packed, int out_features, Tensor? bias=None, "
-    'Tensor? up_bias=None, *, str activation="none", float alpha=0., float beta=0., str binary="none", '
-    "Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor",
+    'Tensor? up_bias=None, *, bool gated=False, str activation="none", float alpha=0., float beta=0., '
+    'str binary="none", Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor',
     "linear_unpack": "linear_unpack(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
     "linear_unpack_gated": "linear_unpack_gated(Tensor packed, int out_features, int in_features, ScalarType dtype) "
     "-> (Tensor gate, Tensor up)",
@@ -91,6 +91,8 @@ SCHEMAS = {
     "-> (Tensor weight, Tensor scale, Tensor zero_point)",
     "packed_rows": "packed_rows(Tensor packed, Tensor indices, int out_features, int in_features, ScalarType dtype) "
     "-> Tensor",
+    "window_merge": "window_merge(Tensor windows, int[] size, int[] shift) -> Tensor",
+    "window_partition": "window_partition(Tensor image, int[] window, int[] shift) -> Tensor",
     "qconv": "qconv(Tensor input, Tensor input_scale, Tensor? input_zero_point, Tensor packed, int[] weight_size, "
     "Tensor? bias=None, *, int[] stride, int[] padding, int[] dilation, int groups=1, "
     'str activation="none", float alpha=0., float beta=0., str binary="none", '
@@ -277,6 +279,22 @@ def samples_upsample() -> Iterator[Call]:
     yield (x[:0], (4, 5, 6), "linear"), {"scale_d": 2.0, "scale_w": 1.2}
 
 
+def samples_window_partition() -> Iterator[Call]:
+    for dtype in (*FLOATS, torch.int8):
+        x = random(2, 7, 5, 6, dtype=dtype)
+        yield (x, (3, 2), (-1, 1)), {}
+        yield (x.movedim(-1, 1), (2, 4), (0, 0)), {}
+    yield (x[:0], (4, 5), (1, 1)), {}
+
+
+def samples_window_merge() -> Iterator[Call]:
+    for dtype in (*FLOATS, torch.int8):
+        x = random(2, 3, 3, 3, 2, 6, dtype=dtype)
+        yield (x, (7, 5), (-1, 1)), {}
+        yield (x.transpose(1, 2), (9, 6), (0, 0)), {}
+    yield (x[:0], (4, 5), (1, 1)), {}
+
+
 TRANSPOSED = (((6, 10, 3, 3), 1), ((8, 1, 3), 8), ((12, 2, 1, 2, 3), 6))
 
 
@@ -389,7 +407,7 @@ def samples_linear_weight_only() -> Iterator[Call]:
         yield (random(3, k, dtype=dtype), weight, N), {"binary": "add", "other": random(N), "out_dtype": torch.float32}
     for (args, kwargs), k in weight_only_samples(gated=True):
         weight = ops.linear_pack_weight_only(*args, **kwargs)
-        yield (random(3, k), weight, N // 2, random(N // 2), random(N // 2)), {"activation": "silu"}
+        yield (random(3, k), weight, N // 2, random(N // 2), random(N // 2)), {"gated": True, "activation": "silu"}
 
 
 def samples_linear_unpack() -> Iterator[Call]:

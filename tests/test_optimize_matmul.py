@@ -247,6 +247,37 @@ def test_functions_that_are_given_packed_weights() -> None:
     assert counts == {"xopt.linear", "xopt.matmul", "xopt.attention"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recorded", [True, False])
+@torch.no_grad()
+def test_a_weight_that_stands_on_the_left(recorded: bool, dtype: torch.dtype) -> None:
+    """As in Mamba: `weight @ x.transpose(1, 2)`."""
+
+    class WeightFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 96), nn.Linear(96, 48)
+
+        def forward(self, x: Tensor, columns: Tensor) -> Tensor:
+            if not recorded and float(x.sum()) > 1e9:
+                return x
+            rows: Tensor = self.down.weight @ self.up(x).transpose(1, 2)
+            return rows.view(x.shape[0], 48, -1) * 0.5 + torch.matmul(self.down.weight, columns)
+
+    torch.manual_seed(0)
+    source = WeightFirst().eval()
+    optimized = xopt.optimize(source, dtype=dtype)
+    for batch, length in ((2, 12), (1, 5), (3, 1)):
+        x, columns = torch.randn(batch, length, WIDTH), torch.randn(96, length)
+        got, expected = (module(x, columns) for module in (optimized, source))
+        assert got.is_contiguous()
+        assert torch.allclose(got, expected, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+    assert bool(xopt.report(optimized).fusions[0].fused) == recorded
+    with FlopCounterMode(display=False) as counter:
+        optimized(x, columns)
+    assert {str(op) for op in counter.get_flop_counts()["Global"]} == {"xopt.linear"}
+
+
 def test_switch() -> None:
     config = xopt.Config(multiply_activations=False)
     optimized = xopt.optimize(Mixer(transposed_left).eval(), dtype=torch.float32, config=config)

@@ -177,3 +177,43 @@ def test_modules(name: str) -> None:
         model(leaf).sum().backward()
         assert leaf.grad is not None
     assert isinstance(model[0], type(source))
+
+
+class Pools(nn.Module):
+    """As forwards call torch's functions; `pool` is what differs."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 20, 1), pool
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pool(self.conv(x))
+
+
+FUNCTIONS: dict[str, tuple[Any, bool]] = {
+    "max": (lambda x: F.max_pool2d(x, 3, 2, 1), True),
+    "max, named": (lambda x: F.max_pool2d(x, kernel_size=(3, 2), padding=(1, 0), dilation=2, ceil_mode=True), True),
+    "torch.max": (lambda x: torch.max_pool2d(x, [2], [2]), True),
+    "average": (lambda x: F.avg_pool2d(x, (3, 3), stride=(2, 1), padding=1, count_include_pad=False), True),
+    "average of one": (lambda x: F.avg_pool2d(x, 2, divisor_override=3), True),
+    "1d": (lambda x: F.max_pool1d(x.flatten(2), 3) + F.avg_pool1d(x.flatten(2), 3), True),
+    "indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], False),
+    "one image": (lambda x: F.max_pool2d(x[0], 2), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@torch.no_grad()
+def test_functions_in_recorded_forwards(name: str, dtype: torch.dtype) -> None:
+    pool, ours = FUNCTIONS[name]
+    source = Pools(pool).eval()
+    model = xopt.optimize(source, dtype=dtype)
+    for size in ((2, 3, 9, 10), (1, 3, 12, 7)):
+        x = last(torch.randn(size))
+        for _ in range(2):
+            before = kernel_calls()
+            tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(model(x), source(x), rtol=tolerance, atol=tolerance)
+        used = {record.split()[0] for record, count in kernel_calls().items() if count > before[record]}
+        assert ("pool" in used) == ours, used

@@ -106,6 +106,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Inputs]]] = {
         of("EfficientNetModel", width_coefficient=0.25, depth_coefficient=0.3, hidden_dim=320),
         lambda: pixels(48),
     ),
+    "bit": (of("BitModel", embedding_size=32, num_groups=8, global_padding="SAME", **STAGES), lambda: pixels(64)),
     "convnext v2": (of("ConvNextV2Model", **STAGES), lambda: pixels(64)),
     "poolformer": (of("PoolFormerModel", **STAGES), lambda: pixels(64)),
     "swin": (of("SwinModel", **WINDOWS), lambda: pixels(32)),

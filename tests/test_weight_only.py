@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+import xopt
 from tests import cases, reference
 from tests.cases import DTYPES
 from tests.families import Family, expect_values, flushes_denormals
@@ -149,6 +151,7 @@ def check(case: WeightOnlyCase) -> None:
         case.n,
         bias,
         up_bias,
+        gated=case.gated,
         activation=case.activation,
         alpha=case.alpha,
         beta=case.beta,
@@ -206,6 +209,24 @@ def test_many_panels_are_decoded_in_turns() -> None:
     )
 
 
+def test_a_pair_counts_as_two_products() -> None:
+    """Also where its bytes are those of a single weight of 8 bits in groups of 32."""
+    codes, scale = torch.ones(128, 128, dtype=torch.int8), torch.ones(128, 4)
+    pair = ops.linear_pack_weight_only(codes, scale[:, :2].contiguous(), bits=4, group_size=64, gated=True)
+    single = ops.linear_pack_weight_only(codes[:64], scale[:64], bits=8, group_size=32)
+    assert pair.shape == single.shape
+    x = torch.ones(3, 128)
+    for packed, gated in ((pair, True), (single, False)):
+
+        def call(packed: Tensor = packed, gated: bool = gated) -> Any:
+            return ops.linear_weight_only(x, packed, 64, gated=gated)
+
+        taken = xopt.profile(call, steps=1, warmup=1, roofs=False)
+        with FlopCounterMode(display=False) as counter:
+            call()
+        assert taken.flop == counter.get_total_flops() == (2 if gated else 1) * 2 * 3 * 64 * 128
+
+
 def weight_of(n: int, k: int, **options: Any) -> Tensor:
     fields = {"bits": 4, "group_size": k, **options}
     return torch.as_tensor(
@@ -238,6 +259,14 @@ def weight_of(n: int, k: int, **options: Any) -> Tensor:
         (
             lambda: ops.linear_weight_only(torch.ones(1, 64), weight_of(4, 64), 4, None, torch.ones(4)),
             "up_bias: expected None",
+        ),
+        (
+            lambda: ops.linear_weight_only(torch.ones(1, 64), weight_of(4, 64), 4, gated=True),
+            "gated: expected False for a single weight, got True",
+        ),
+        (
+            lambda: ops.linear_weight_only(torch.ones(1, 64), weight_of(4, 64, gated=True), 2),
+            "gated: expected True for a pair, got False",
         ),
     ],
 )

@@ -282,6 +282,16 @@ int64_t Tensor::numel() const {
   return count;
 }
 
+bool Tensor::is_contiguous() const {
+  int64_t expected = 1;
+  bool contiguous = true;
+  for (int64_t dim = dims_ - 1; dim >= 0; --dim) {
+    contiguous &= sizes_[dim] <= 1 || strides_[dim] == expected;
+    expected *= sizes_[dim];
+  }
+  return contiguous;
+}
+
 const void* Tensor::data() const {
   const void* data = nullptr;
   require(torch_get_const_data_ptr(handle_, &data), "give the data of a tensor");

@@ -74,6 +74,7 @@ class Tensor {
   const int64_t* sizes() const { return sizes_; }
   const int64_t* strides() const { return strides_; }
   int64_t numel() const;
+  bool is_contiguous() const;
   int32_t dtype_code() const { return dtype_code_; }
   bool requires_grad() const;  // slow; to be asked under grad mode only
   Place device() const { return {device_, device_index_, {}}; }

@@ -130,13 +130,7 @@ void read_state(const char* name, const Shape& shape, int64_t features, Tensor* 
   checked.cpu();
   checked.dtype(kFloating);
   checked.shape({shape.layers * shape.directions, shape.batch, features});
-  int64_t expected = 1;
-  bool contiguous = true;
-  for (int64_t dim = 2; dim >= 0; --dim) {
-    contiguous &= state->size(dim) <= 1 || state->stride(dim) == expected;
-    expected *= state->size(dim);
-  }
-  if (!contiguous) *state = state->contiguous_copy();
+  if (!state->is_contiguous()) *state = state->contiguous_copy();
 }
 
 // Of a tensor that was checked, or f32 where there is none.

@@ -86,17 +86,19 @@ struct Arguments {
         out_features(stack.integer()),
         bias(stack.optional_tensor()),
         up_bias(stack.optional_tensor()),
+        gated(stack.boolean()),
         fused(stack),
         out_dtype(stack.optional_dtype_code()) {}
 
   Tensor input, packed;
   int64_t out_features;
   Tensor bias, up_bias;
+  bool gated;
   FusedArguments fused;
   std::optional<int32_t> out_dtype;
 };
 
-WeightOnlyHeader checked_header(const Tensor& packed, int64_t out_features, int64_t in_features) {
+WeightOnlyHeader checked_header(const Tensor& packed, int64_t out_features, int64_t in_features, bool gated) {
   const Checked checked{kOp, "packed", packed};
   check_packed_bytes(checked);
   const auto header = header_of<WeightOnlyHeader>(packed);
@@ -110,6 +112,10 @@ WeightOnlyHeader checked_header(const Tensor& packed, int64_t out_features, int6
   }
   if (header.n != out_features) {
     fail(kOp, "out_features", "expected ", header.n, ", the packed weight's, got ", out_features);
+  }
+  // Asked for, since what a call costs has to follow from its arguments: the bytes of a pair are those of other weights.
+  if ((header.gated != 0) != gated) {
+    fail(kOp, "gated", gated ? "expected False for a single weight, got True" : "expected True for a pair, got False");
   }
   return header;
 }
@@ -133,8 +139,8 @@ void linear_weight_only(StableIValue* stack, uint64_t, uint64_t) {
                      {kOp, "bias", arguments.bias},
                      {kOp, "up_bias", arguments.up_bias},
                      {kOp, "other", arguments.fused.other}});
-  const WeightOnlyHeader header = checked_header(arguments.packed, n, input_features(kOp, input));
-  const bool gated = header.gated != 0;
+  const bool gated = arguments.gated;
+  const WeightOnlyHeader header = checked_header(arguments.packed, n, input_features(kOp, input), gated);
   if (arguments.up_bias && !gated) fail(kOp, "up_bias", "expected None, since the packed weight is a single one");
 
   const RowsView rows = rows_view(kOp, "input", &input, kFloating);
@@ -167,7 +173,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
       "bool gated=False) -> Tensor");
   library.def(
       "linear_weight_only(Tensor input, Tensor packed, int out_features, Tensor? bias=None, Tensor? up_bias=None, *, "
-      "str activation=\"none\", float alpha=0., float beta=0., str binary=\"none\", Tensor? other=None, "
+      "bool gated=False, str activation=\"none\", float alpha=0., float beta=0., str binary=\"none\", Tensor? "
+      "other=None, "
       "bool activation_last=False, ScalarType? out_dtype=None) -> Tensor");
 }
 

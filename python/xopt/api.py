@@ -155,7 +155,8 @@ def _copy(model: Model, dtype: torch.dtype | None, level: str, config: Config) -
     if level != "O0" and not model.training:
         context = Context(dtype)
         for decision in make_plan(model, config, context):
-            weight = decision.module._parameters.get("weight") if decision.replacement else None
+            is_replaced = decision.replacement is not None and not decision.replacement.keeps_weight
+            weight = decision.module._parameters.get("weight") if is_replaced else None
             if weight is not None:
                 memo[id(weight)] = weight
     with torch.no_grad():  # TorchScript's copies would be results of the originals

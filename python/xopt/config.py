@@ -96,6 +96,8 @@ class Config:
     multiply_activations: bool = True
     """Products of two activations outside of attention (torch.matmul, bmm, baddbmm, einsum) run on xopt's kernel, with
     the scale and the addition that follow."""
+    fuse_windows: bool = True
+    """An image that is padded, rolled and cut into windows (Swin) is copied once, and once on the way back."""
     fuse_rotary: bool = True
     """Rotary position embeddings of queries and keys become one step."""
     replace_dropout_with_identity: bool = True

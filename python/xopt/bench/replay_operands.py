@@ -151,9 +151,9 @@ def _pack_weight_only(named: Named, generator: torch.Generator) -> torch.Tensor:
     columns, terms, held = int(named["out_features"]), named["input"]["shape"][-1], named["packed"]["shape"][0]
     whole = range(_CODED_TERMS, terms, _CODED_TERMS)
     groups = sorted(whole, key=lambda group: group not in _USUAL_GROUPS)
-    pairs = (True,) if named.get("up_bias") else (False, True)
-    for gated, bits, group, offset in itertools.product(pairs, (4, 8), (*groups, terms), (False, True)):
-        rows = columns * (2 if gated else 1)
+    gated = bool(named.get("gated"))
+    rows = columns * (2 if gated else 1)
+    for bits, group, offset in itertools.product((4, 8), (*groups, terms), (False, True)):
         shapes = [(rows, terms), (rows, -(-terms // group))]
         options: Any = {"bits": bits, "group_size": group, "gated": gated}
         on_meta = [

@@ -84,6 +84,22 @@ def _upsample(named: Named) -> Tensor:
     return F.interpolate(values, named["size"], mode=mode, align_corners=named.get("align_corners", False))
 
 
+def _window_partition(named: Named) -> Tensor:
+    image, (height, width) = named["image"], named["window"]
+    bottom, right = -image.shape[1] % height, -image.shape[2] % width
+    padded = F.pad(image, (0, 0, 0, right, 0, bottom)) if bottom or right else image
+    rolled: Tensor = padded.roll(tuple(named["shift"]), (1, 2)) if any(named["shift"]) else padded
+    images, down, across, channels = rolled.shape
+    cut = rolled.reshape(images, down // height, height, across // width, width, channels)
+    return cut.transpose(2, 3).contiguous()
+
+
+def _window_merge(named: Named) -> Tensor:
+    merged = named["windows"].transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    rolled: Tensor = merged.roll(tuple(named["shift"]), (1, 2)) if any(named["shift"]) else merged
+    return rolled[:, : named["size"][0], : named["size"][1]].contiguous()
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
     "silu": F.silu,
@@ -99,4 +115,6 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "group_norm": _group_norm,
     "pool": _pool,
     "upsample": _upsample,
+    "window_partition": _window_partition,
+    "window_merge": _window_merge,
 }

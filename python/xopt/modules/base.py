@@ -55,10 +55,16 @@ class Replacement:
     """The name in `Config` that turns it off."""
     packs: ClassVar[bool] = False
     """Whether it packs its weight."""
+    keeps_weight: ClassVar[bool] = False
+    """Whether the source's weight stays a parameter, as it is, beside what is packed."""
     reads_packed: ClassVar[bool] = False
     """Whether it can use a weight that another module has packed."""
     on_cpu_only: ClassVar[bool] = False
     """Whether it has kernels for the CPU alone."""
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        return isinstance(module, cls.source)
 
     @classmethod
     def why_not(cls, module: Any, context: Context) -> str | None:

@@ -1,4 +1,5 @@
-"""A weight that torch computes in each call from other parameters, as `weight_norm` and `spectral_norm` have it.
+"""A weight that torch computes in each call from other parameters, as `weight_norm` and `spectral_norm` have it, or a
+forward from its own (`conv_own_weight.py`).
 
 It is computed and packed once, and again when one of those parameters has changed. The parameters themselves stay as
 they are, and so do the state dict and what `module.weight` gives.
@@ -29,22 +30,33 @@ class ComputedWeight:
         """None: where it has to be computed by torch."""
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
-        made_from = module.parametrizations["weight"]
-        tensors = (*made_from.parameters(), *made_from.buffers())
+        tensors = self.made_from(module)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
-        state = [_state_of(tensor) for tensor in tensors]
+        state = [*(_state_of(tensor) for tensor in tensors), *self.also(module)]
         if state != self._state:
             with torch.no_grad():
-                weight = module.weight
+                weight = self.compute(module)
             usable = has_kernels(weight.device) and weight.dtype in FLOATING
             dtype = self._target if weight.dtype == self._source else weight.dtype  # somebody has moved the model
             self._packed = PackedParameter.pack(weight, dtype, **self._layout) if usable else None
             self._state = state
         return self._packed
 
+    def made_from(self, module: Any) -> tuple[torch.Tensor, ...]:
+        made_from = module.parametrizations["weight"]
+        return (*made_from.parameters(), *made_from.buffers())
+
+    def also(self, module: Any) -> list[Any]:
+        """What else it depends on."""
+        return []
+
+    def compute(self, module: Any) -> torch.Tensor:
+        weight: torch.Tensor = module.weight
+        return weight
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ComputedWeight:
-        return ComputedWeight(self._source, self._target, self._layout)
+        return type(self)(self._source, self._target, self._layout)
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
@@ -69,21 +81,26 @@ def computed_problem(module: Any) -> str | None:
     return None
 
 
-def pack_computed(module: Any, dtype: torch.dtype | None, **layout: Any) -> str:
+def pack_computed(
+    module: Any, dtype: torch.dtype | None, kind: type[ComputedWeight] = ComputedWeight, **layout: Any
+) -> str:
     """`layout`: what `PackedParameter.pack` has to know."""
     with torch.no_grad():
         source: torch.dtype = module.weight.dtype
-        computed = module.__dict__[_COMPUTED] = ComputedWeight(source, dtype or source, layout)
+        computed = module.__dict__[_COMPUTED] = kind(source, dtype or source, layout)
         packed = computed.of(module)
     if packed is None:
         return "left to torch: the model is being traced"
     return f"packed as {dtype_name(packed.dtype)}, and again whenever what it is computed from changes"
 
 
+def compute_weight(module: Any) -> torch.Tensor:
+    """In its plain layout, with gradients of what it is made of."""
+    computed: ComputedWeight = module.__dict__[_COMPUTED]
+    return computed.compute(module)
+
+
 def weight_of(module: Any) -> Any:
     """The parameter that holds a module's weight, be it packed or plain; None: there is none."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        computed = module.__dict__.get(_COMPUTED)
-        return None if computed is None else computed.of(module)
-    return weight
+    computed = module.__dict__.get(_COMPUTED)
+    return module._parameters.get("weight") if computed is None else computed.of(module)

@@ -39,7 +39,7 @@ class PackedConv(Replacement, PackedState, _ConvNd):
 
     @classmethod
     def why_not(cls, module: _ConvNd, context: Context) -> str | None:
-        kind = _kind_of(module)
+        kind = kind_of(module)
         if kind is None:
             return f"there is no kernel for a {type(module).__name__}"
         if type(module)._conv_forward is not kind._conv_forward:
@@ -51,6 +51,10 @@ class PackedConv(Replacement, PackedState, _ConvNd):
         return pack_convolution(module, context, None, _derived(module))
 
     def forward(self, input: Any) -> torch.Tensor:
+        return self.product(input)
+
+    def product(self, input: Any) -> torch.Tensor:
+        """The convolution alone, whatever a class of modules has around it."""
         if type(input) is Symbol:
             symbol: Any = input
             return recorder_of(symbol).call_module(self, conv, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
@@ -100,12 +104,12 @@ class _PackedConv3d(PackedConv, nn.Conv3d):
 _BELOW: dict[Any, type[PackedConv]] = {nn.Conv1d: _PackedConv1d, nn.Conv2d: _PackedConv2d, nn.Conv3d: _PackedConv3d}
 
 
-def _kind_of(module: nn.Module) -> Any:
+def kind_of(module: nn.Module) -> Any:
     return next((kind for kind in _BELOW if isinstance(module, kind)), None)
 
 
 def _derived(module: nn.Module) -> type:
-    kind = _kind_of(module)
+    kind = kind_of(module)
     if own_forward(module, kind):
         return derive(_BELOW[kind], type(module), below=True)
     return derive(PackedConv, type(module))
@@ -224,6 +228,6 @@ def conv(
     weight = packed_weight(module)
     if weight is None or (other is not None and other.shape != output_shape_of(module, input.shape, pad)):
         input = functional.pad(input, pad) if pad else input
-        return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
+        return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return run(module, weight, input, bias, pad, **told(after, input, out_dtype, scale=scale, other=other))

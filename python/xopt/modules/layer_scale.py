@@ -23,13 +23,13 @@ from xopt.modules.pattern import (
     MULTIPLY,
     Pattern,
     allow_copies,
-    argument,
     calls,
     dtype_of,
     is_call,
     is_cast,
     only_user,
     orders,
+    permutation,
     replace,
     shape_of,
 )
@@ -74,14 +74,7 @@ class ImageResidual(Pattern):
 
 def _permuted(node: Any) -> Any:
     """What a permutation of dimensions is made of."""
-    return node.args[0] if is_call(node, "permute", torch.permute) and _order(node) is not None else None
-
-
-def _order(node: Any) -> tuple[int, ...] | None:
-    given = node.args[1:] if len(node.args) > 2 else argument(node, 1, "dims")
-    if not isinstance(given, (tuple, list)) or not all(isinstance(each, int) for each in given):
-        return None
-    return tuple(each % len(given) for each in given)
+    return node.args[0] if is_call(node, "permute", torch.permute) and permutation(node) is not None else None
 
 
 def _is_plain_product(product: Any, source: Node, node: Node) -> bool:
@@ -103,7 +96,7 @@ def _is_along_features(node: Node, source: Node, product: Node, factor: Node) ->
     """Whether a factor has one value for each feature, and none of its own for anything else."""
     shape, features = shape_of(node), shape_of(product)[-1]
     dims = len(shape)
-    dim = dims - 1 if source is product else (_order(source) or ()).index(dims - 1)
+    dim = dims - 1 if source is product else (permutation(source) or ()).index(dims - 1)
     given = (1,) * (dims - len(shape_of(factor))) + shape_of(factor)
     return shape == shape_of(source) and given[dim : dim + 1] == (features,) and math.prod(given) == features
 
@@ -126,7 +119,7 @@ def _become(node: Node, like: Node) -> None:
 
 
 def _add_as_tokens(graph: Graph, node: Node, source: Node, product: Node, residual: Node) -> None:
-    order = _order(source) or ()
+    order = permutation(source) or ()
     back = tuple(order.index(dim) for dim in range(len(order)))
     with graph.inserting_before(node):
         tokens = graph.call_method("permute", (residual, *back))

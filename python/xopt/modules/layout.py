@@ -20,7 +20,7 @@ from xopt.modules.base import has_kernels
 from xopt.modules.containers import map_tensors
 from xopt.modules.conv import PackedConv, computes_channels_last
 from xopt.modules.conv_transpose import PackedConvTranspose
-from xopt.modules.pattern import Pattern, allow_copies, argument, calls, is_call, shape_of
+from xopt.modules.pattern import Pattern, allow_copies, calls, permutation, shape_of
 from xopt.ops.fakes import FLOATING
 
 _log = logging.getLogger("xopt")
@@ -48,10 +48,7 @@ class KeepChannelsLast(Pattern):
 
 def _has_channels_last(image: Any) -> bool:
     dims = len(shape_of(image))
-    if dims not in _FORMATS or not is_call(image, "permute", torch.permute):
-        return False
-    order = image.args[1:] if len(image.args) > 2 else argument(image, 1, "dims")
-    return tuple(each % dims for each in order if isinstance(each, int)) == (0, dims - 1, *range(1, dims - 1))
+    return dims in _FORMATS and permutation(image) == (0, dims - 1, *range(1, dims - 1))
 
 
 def image_dims(module: nn.Module) -> frozenset[int]:

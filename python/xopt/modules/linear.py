@@ -67,7 +67,11 @@ class PackedProduct(PackedState):
         module._parameters["weight"] = packed = context.pack(weight, cls.transposed)
         return f"packed as {dtype_name(packed.dtype)}"
 
-    def forward(self, input: Any) -> torch.Tensor:
+    def forward(self, input: Any) -> Any:
+        return self.product(input)
+
+    def product(self, input: Any) -> torch.Tensor:
+        """What nn.Linear computes, whatever else a class of modules has around it."""
         if type(input) is Symbol:
             symbol: Any = input
             return recorder_of(symbol).call_module(self, linear, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
@@ -103,10 +107,19 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 @in_place_of(functional.linear, switch="weights_prepack")
 def _linear_of_torch(input: Any, weight: Any, bias: Any = None) -> Any:
     """Of a forward that takes a layer's weight and calls torch's function itself."""
+    return _by_weight(weight, input, bias) if are_plain(input, bias) else NotImplemented
+
+
+def weight_times(weight: Any, columns: torch.Tensor) -> Any:
+    """weight @ columns, as a linear layer's result for each of the columns. NotImplemented: for torch."""
+    product = _by_weight(weight, columns.mT, None) if columns.ndim >= 2 else NotImplemented
+    return product if product is NotImplemented else product.mT.contiguous()  # a forward may go on by `view`
+
+
+def _by_weight(weight: Any, input: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """The product with a packed weight alone, whosever it is."""
     place = place_of(weight)
-    if place is None or weight.ndim != 2 or weight.transposed or not are_plain(input, bias):
-        return NotImplemented
-    if is_for_torch(input, bias):
+    if place is None or weight.ndim != 2 or weight.transposed or is_for_torch(input, bias):
         return NotImplemented
     options = told({}, input, None)
     return _linear(input, place.packed, weight.shape[0], bias, first_column=place.first_column, **options)
@@ -140,6 +153,6 @@ def linear(
     place = place_of(weight_of(module))
     bias: torch.Tensor | None = module._parameters["bias"]
     if place is None or (other is not None and not is_output_like(other, input, module)):
-        return finished(module(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
+        return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return _product(module, place, input, bias, told(after, input, out_dtype, scale=scale, other=other))

@@ -15,6 +15,8 @@ from torch.fx import Graph, Node
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
 from xopt.modules.base import result_dtype
+from xopt.modules.linear import weight_times
+from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.pattern import (
     ADD,
     DIVIDE,
@@ -104,6 +106,9 @@ def _factor_of(product: Any) -> float | None:
 @step("matmul")
 def matmul(left: Tensor, right: Tensor, other: Tensor | None = None, *, alpha: float = 1.0) -> Tensor:
     """alpha * left right + other."""
+    if type(left) is PackedParameter:
+        product = weight_times(left, right)
+        return _finished(torch.matmul(left, right) if product is NotImplemented else product, other, alpha)
     if not _is_for_kernel(left, right):
         return _finished(torch.matmul(left, right), other, alpha)
     dtype = result_dtype(left)
@@ -236,6 +241,8 @@ def _merged(factor: Tensor, lead: int, rows: int, columns: int) -> Tensor:
 
 @in_place_of(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, switch=_SWITCH)
 def _matmul_of_torch(left: Any, right: Any, *rest: Any, **named: Any) -> Any:
+    if type(left) is PackedParameter and are_plain(right) and not rest and not named:
+        return weight_times(left, right)
     usual = not rest and not named and are_plain(left, right)
     return matmul(left, right) if usual and _is_for_kernel(left, right) else NotImplemented
 

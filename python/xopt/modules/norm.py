@@ -111,7 +111,7 @@ class FindNorms(Pattern):
         for node in calls(graph, *MULTIPLY):
             found = _rms_norm_written_out(node)
             if found is not None:
-                replace(graph, _last_cast(node), rms_norm, *found)
+                replace(graph, last_cast(node), rms_norm, *found)
 
 
 _LAYER_NORM_ARGUMENTS = ((1, "normalized_shape"), (2, "weight"), (3, "bias"))
@@ -122,7 +122,7 @@ def _is_floating(node: Node) -> bool:
     return dtype_of(node) in FLOATING and dtype_of(node.args[0]) in FLOATING
 
 
-def _last_cast(node: Node) -> Node:
+def last_cast(node: Node) -> Node:
     """A cast of a norm's result belongs to it: the kernel writes that dtype."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     return user if user is not None and without_casts(user) is without_casts(node) and user.op != "output" else node
@@ -137,7 +137,7 @@ def _rms_norm_written_out(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]] 
         for x, factor in orders(without_casts(scaled), MULTIPLY):
             eps = _rsqrt_of_mean_square(without_casts(factor), without_casts(x))
             if eps is not None and shape_of(parameter) == shape_of(x)[-1:]:
-                out_dtype = dtype_of(_last_cast(node))
+                out_dtype = dtype_of(last_cast(node))
                 if out_dtype in FLOATING and dtype_of(without_casts(x)) in FLOATING:
                     kwargs = {"eps": eps, "weight_offset": offset, "out_dtype": out_dtype}
                     return (without_casts(x), parameter), kwargs
@@ -164,10 +164,13 @@ def _rsqrt_of_mean_square(node: Any, x: Any) -> float | None:
     if argument(mean, 1, "dim") not in (-1, (-1,), [-1]) or argument(mean, 2, "keepdim") is not True:
         return None
     assert mean is not None
-    square = without_casts(mean.args[0])
-    squared = is_call(square, torch.pow, "pow") and square.args[1] == 2 and without_casts(square.args[0]) is x
-    product = operands(square, MULTIPLY)
-    return eps if squared or (product is not None and all(without_casts(each) is x for each in product)) else None
+    return eps if is_square_of(without_casts(mean.args[0]), x) else None
+
+
+def is_square_of(node: Any, x: Any) -> bool:
+    squared = is_call(node, torch.pow, operator.pow, "pow") and node.args[1] == 2 and without_casts(node.args[0]) is x
+    product = operands(node, MULTIPLY)
+    return squared or (product is not None and all(without_casts(each) is x for each in product))
 
 
 class AddNorm(Pattern):

@@ -71,8 +71,31 @@ def only_user(node: Any) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
+def only_reader(node: Node) -> Any:
+    """Who alone uses a tensor's values, whoever else wants to know its sizes."""
+    readers = [user for user in node.users if not is_call(user, "size")]
+    return readers[0] if len(readers) == 1 else None
+
+
 def argument(node: Any, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def permutation(node: Any) -> tuple[int, ...] | None:
+    """For each dimension of a tensor's view by `permute` or `transpose`, which of the tensor's it is."""
+    dims = len(shape_of(node))
+    if is_call(node, "permute", torch.permute):
+        given = node.args[1:] if len(node.args) > 2 else argument(node, 1, "dims")
+        known = isinstance(given, (tuple, list)) and all(isinstance(each, int) for each in given)
+        return tuple(each % dims for each in given) if known else None
+    if not is_call(node, "transpose", torch.transpose):
+        return None
+    pair = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+    if not all(isinstance(each, int) for each in pair):
+        return None
+    first, second = (each % dims for each in pair)
+    swapped = {first: second, second: first}
+    return tuple(swapped.get(dim, dim) for dim in range(dims))
 
 
 def is_cast(node: Any) -> bool:

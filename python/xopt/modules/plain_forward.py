@@ -7,6 +7,7 @@ than that product, and where it looks at nothing of the module that might be ano
 from __future__ import annotations
 
 import operator
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from xopt.modules.pattern import ADD, argument, is_call, operands
 
 _MATMUL = (torch.matmul, operator.matmul, "matmul", "__matmul__")
 _KNOWN = frozenset({"weight", "bias"})
+_SIMPLE = (type(None), bool, int, float, str, tuple)
 
 
 def says_the_same(module: nn.Linear) -> bool:
@@ -29,12 +31,8 @@ def says_the_same(module: nn.Linear) -> bool:
         return False
     if plain_parameter_problem(module, "weight"):
         return False
-    try:
-        graph = _recorded(module)
-    except Exception:  # whatever a forward does when it meets a symbol: then it is another one
-        return False
-    result: Any = next(node for node in graph.nodes if node.op == "output").args[0]
-    return _is_product(result, with_bias=module.bias is not None)
+    result = recorded_result(module, module.in_features)
+    return is_product(result, with_bias=module.bias is not None)
 
 
 def _looks_elsewhere(module: nn.Linear) -> bool:
@@ -47,7 +45,36 @@ def _looks_elsewhere(module: nn.Linear) -> bool:
     return bool(set(code.co_names) & ((own | held) - _KNOWN))
 
 
-def _recorded(module: nn.Linear) -> Graph:
+def read_of(module: nn.Module, code: CodeType) -> list[tuple[str, Any]] | None:
+    """The attributes of a module that code may read, but for its weight and bias; None: it goes on to other code of the
+    module's."""
+    if code.co_freevars or any(isinstance(constant, CodeType) for constant in code.co_consts):
+        return None
+    own = set(dir(type(module))) - set(dir(nn.Module))
+    names = [name for name in code.co_names if name not in _KNOWN]
+    watched = [(name, getattr(module, name)) for name in names if name in own or name in module.__dict__]
+    goes_on = any(isinstance(value, MethodType) and value.__self__ is module for _, value in watched)
+    computed = any(hasattr(getattr(type(module), name, None), "__get__") for name, _ in watched)
+    return None if goes_on or computed else watched
+
+
+def is_still(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute is what it was."""
+    now = getattr(module, name, None)
+    return now is value or (type(value) in _SIMPLE and type(now) is type(value) and now == value)
+
+
+def recorded_result(module: Any, *sizes: int) -> Any:
+    """What the record of a forward returns for a single tensor that ends in these sizes; None: it cannot be
+    recorded."""
+    try:
+        graph = _recorded(module, sizes)
+    except Exception:  # whatever a forward does when it meets a symbol: then it is another one
+        return None
+    return next(node for node in graph.nodes if node.op == "output").args[0]
+
+
+def _recorded(module: Any, sizes: tuple[int, ...]) -> Graph:
     """Of a stand-in whose parameters have no values, so that nothing is computed."""
     kind: Any = derive(TensorBlock, type(module))
     stand_in = kind.__new__(kind)
@@ -56,12 +83,13 @@ def _recorded(module: nn.Linear) -> Graph:
         for name, value in module._parameters.items()
     }
     stand_in.__dict__.update(module.__dict__, _parameters=parameters)
-    input = torch.empty(1, 1, module.in_features, dtype=module.weight.dtype, device="meta")
+    input = torch.empty(1, *((1,) if len(sizes) == 1 else ()), *sizes, dtype=module.weight.dtype, device="meta")
     with torch.no_grad():
         return record(stand_in, type(module).forward, (input,), {}).graph
 
 
-def _is_product(result: Any, with_bias: bool) -> bool:
+def is_product(result: Any, with_bias: bool) -> bool:
+    """Whether a recorded value is what nn.Linear computes of the input."""
     if is_call(result, functional.linear):
         input, weight, bias = (argument(result, place, name) for place, name in enumerate(("input", "weight", "bias")))
         return _is_input(input) and _is_named(weight, "weight") and _is_bias(bias, with_bias)

@@ -1,6 +1,7 @@
 """Max and average pooling of images whose channels are last in memory, on `torch.ops.xopt.pool`.
 
-Images in another layout, and those that want a gradient, are left to torch.
+Modules are replaced, and calls of torch's functions are found in recorded forwards. Images in another layout, and those
+that want a gradient, are left to torch.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.fx import Graph
+from torch.nn import functional
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward
+from xopt.modules.pattern import Pattern, calls, dtype_of, replace, step
 from xopt.ops.fakes import FLOATING
 
 _DIMS: dict[type[nn.Module], int] = {
@@ -65,23 +69,107 @@ def pool(module: Any, input: torch.Tensor) -> torch.Tensor:
     """What a replaced module computes."""
     kind = _kind_of(module)
     assert kind is not None, "a pool of an unknown kind was replaced"
-    dims = _DIMS[kind]
+    window = (module.kernel_size, module.stride, module.padding)
+    if isinstance(module, _MaxPoolNd):
+        result = _pooled("max", _DIMS[kind], input, *window, module.ceil_mode, dilation=module.dilation)
+    else:
+        counts = (module.count_include_pad, getattr(module, "divisor_override", None))
+        result = _pooled("average", _DIMS[kind], input, *window, module.ceil_mode, *counts)
+    return kind.forward(module, input) if result is None else result
+
+
+def _pooled(
+    kind: str,
+    dims: int,
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count_include_pad: bool = False,
+    divisor: int | None = None,
+    dilation: Any = 1,
+) -> torch.Tensor | None:
+    """None: it is left to torch."""
     fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in FLOATING
     if not fits or (torch.is_grad_enabled() and input.requires_grad):
-        return kind.forward(module, input)  # type: ignore[no-any-return]
-    average = isinstance(module, _AvgPoolNd)
+        return None
 
     def numbers(value: Any) -> list[int]:
-        return [value] * dims if isinstance(value, int) else list(value)
+        given = [value] if isinstance(value, int) else list(value)
+        return given * dims if len(given) == 1 else given
 
     return _pool(  # type: ignore[no-any-return]
         input,
-        "average" if average else "max",
-        kernel_size=numbers(module.kernel_size),
-        stride=numbers(module.stride),
-        padding=numbers(module.padding),
-        dilation=[1] * dims if average else numbers(module.dilation),
-        ceil_mode=module.ceil_mode,
-        count_include_pad=average and module.count_include_pad,
-        divisor=(getattr(module, "divisor_override", None) or 0) if average else 0,
+        kind,
+        kernel_size=numbers(kernel_size),
+        stride=numbers(stride or kernel_size),
+        padding=numbers(padding),
+        dilation=numbers(dilation),
+        ceil_mode=ceil_mode,
+        count_include_pad=count_include_pad,
+        divisor=divisor or 0,
     )
+
+
+# ---- Functions in recorded forwards ---------------------------------------------------------------------------------
+
+
+class FindPools(Pattern):
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "pool_images"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for by_dims, target, names in _FUNCTIONS:
+            for dims, functions in enumerate(by_dims, 1):
+                for node in calls(graph, *functions):
+                    given = dict(zip(("input", *names), node.args, strict=False)) | node.kwargs
+                    indices = given.pop("return_indices", False)
+                    if given.keys() <= {"input", *names} and not indices and dtype_of(node) in FLOATING:
+                        replace(graph, node, target, (dims, given.pop("input")), given)
+
+
+@step("max_pool")
+def max_pool(
+    dims: int,
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> torch.Tensor:
+    result = _pooled("max", dims, input, kernel_size, stride, padding, ceil_mode, dilation=dilation)
+    if result is not None:
+        return result
+    return _MAX[dims - 1](input, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
+
+
+@step("avg_pool")
+def average_pool(
+    dims: int,
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> torch.Tensor:
+    counts = (ceil_mode, count_include_pad, divisor_override)
+    result = _pooled("average", dims, input, kernel_size, stride, padding, *counts)
+    if result is not None:
+        return result
+    rest = counts[:2] if dims == 1 else counts
+    return _AVERAGE[dims - 1](input, kernel_size, stride or kernel_size, padding, *rest)  # type: ignore[no-any-return]
+
+
+_MAX: tuple[Any, ...] = (torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
+_AVERAGE: tuple[Any, ...] = (functional.avg_pool1d, functional.avg_pool2d)
+_MAX_FUNCTIONS = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
+_WINDOW = ("kernel_size", "stride", "padding")
+_FUNCTIONS: tuple[tuple[Any, Any, tuple[str, ...]], ...] = (
+    (tuple(zip(_MAX, _MAX_FUNCTIONS, strict=True)), max_pool, (*_WINDOW, "dilation", "ceil_mode")),
+    (tuple(zip(_AVERAGE)), average_pool, (*_WINDOW, "ceil_mode", "count_include_pad", "divisor_override")),
+)

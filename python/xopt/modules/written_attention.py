@@ -22,6 +22,7 @@ from xopt.modules.pattern import (
     is_call,
     is_cast,
     is_of_weights,
+    only_reader,
     only_user,
     operands,
     shape_of,
@@ -188,12 +189,6 @@ def _through_casts(node: Any) -> Any:
     while is_cast(node) and only_user(node) is not None:
         node = node.args[0]
     return node
-
-
-def only_reader(node: Node) -> Any:
-    """Who alone uses a tensor's values, whoever else wants to know its sizes."""
-    readers = [user for user in node.users if not is_call(user, "size")]
-    return readers[0] if len(readers) == 1 else None
 
 
 def _tell_sizes(graph: Graph, found: _Written) -> None:

@@ -43,6 +43,7 @@ def _linear_weight_only(
     bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     *,
+    gated: bool = False,
     activation: str = "none",
     alpha: float = 0.0,
     beta: float = 0.0,
@@ -58,6 +59,6 @@ def _linear_weight_only(
 
 @cost_of("linear_weight_only", category="gemm", kernel="gemm")
 def _linear_weight_only_work(
-    input: Shape, packed: Shape, out_features: int, bias: Shape | None = None, up_bias: Shape | None = None, **_: object
+    input: Shape, packed: Shape, out_features: int, *others: object, gated: bool = False, **options: object
 ) -> Work:
-    return product(rows_of(input), out_features, input[-1])
+    return product(rows_of(input), out_features, input[-1], count=2 if gated else 1)

@@ -48,7 +48,7 @@ def _decide(model: nn.Module, config: Config, context: Context) -> Iterator[Deci
         if is_quantized(module):
             yield Decision(path, module, None, "it is quantized already")
             continue
-        if not module._parameters and not any(isinstance(module, kind.source) for kind in _replacements()):
+        if not module._parameters and not any(kind.is_candidate(module) for kind in _replacements()):
             continue
         yield decision
 
@@ -57,7 +57,7 @@ def _decide_one(path: str, module: nn.Module, untouchable: str | None, config: C
     if issubclass(type(module), Replacement):
         return Decision(path, module, None, "it is optimized already")
     for replacement in _replacements():
-        if not isinstance(module, replacement.source):
+        if not replacement.is_candidate(module):
             continue
         if not getattr(config, replacement.switch):
             return Decision(path, module, None, f"Config({replacement.switch}=False)")
@@ -75,7 +75,7 @@ def _device_problem(module: nn.Module, replacement: type[Replacement]) -> str | 
 
 def _replacements() -> list[type[Replacement]]:
     """Those of the most special classes first."""
-    return sorted(Replacement.__subclasses__(), key=lambda replacement: -len(replacement.source.__mro__))
+    return sorted(Replacement.__subclasses__(), key=lambda each: (-len(each.source.__mro__), -len(each.__mro__)))
 
 
 def _find_shared(decisions: list[Decision], context: Context) -> None:

@@ -1,0 +1,184 @@
+"""Attention in windows that are shifted (Swin): an image is padded, rolled and cut into windows in one copy, and put
+together, rolled back and cut to its size in another. Torch makes one for each of these.
+
+    x.view(batch, down, height, across, width, channels).permute(0, 1, 3, 2, 4, 5)
+
+A partition with neither padding nor roll is one copy already, and left to torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.nn import functional
+
+from xopt import ops  # noqa: F401 - loads them
+from xopt.modules.pattern import (
+    Pattern,
+    argument,
+    calls,
+    dtype_of,
+    is_call,
+    only_reader,
+    permutation,
+    replace,
+    shape_of,
+    step,
+)
+from xopt.ops.windows import COPIED
+
+_ROLL = (torch.roll, "roll")
+_VIEWS = ("view", "reshape", torch.reshape)
+_BY_WINDOWS = (0, 1, 3, 2, 4, 5)
+_window_partition = torch.ops.xopt.window_partition.default
+_window_merge = torch.ops.xopt.window_merge.default
+
+
+class FindWindowPartition(Pattern):
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "fuse_windows"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            view: Any = node.args[0] if permutation(node) == _BY_WINDOWS else None
+            if _view_sizes(view, 6) is None or only_reader(view) is not node or dtype_of(view) not in COPIED:
+                continue
+            rolled = view.args[0]
+            is_rolled = _shift(rolled) is not None and only_reader(rolled) is view
+            padded, reader = (rolled.args[0], rolled) if is_rolled else (rolled, view)
+            is_padded = _padding(padded) is not None and only_reader(padded) is reader
+            if is_padded:
+                _tell_sizes(graph, padded)
+            image = padded.args[0] if is_padded else padded
+            found = {"shift": _shift(rolled)} if is_rolled else {}
+            found |= {"padding": _padding(padded)} if is_padded else {}
+            if found and len(shape_of(image)) == 4:
+                replace(graph, node, window_partition, (image, _view_sizes(view, 6)), found)
+
+
+class FindWindowMerge(Pattern):
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "fuse_windows"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in (*calls(graph, operator.getitem), *calls(graph, *_ROLL)):
+            image, found = node, {}
+            kept = _kept(image)
+            if kept is not None:
+                found["kept"], image = kept, image.args[0]
+            shift = _shift(image)
+            if shift is not None and (image is node or only_reader(image) is node):
+                found["shift"], image = shift, image.args[0]
+            windows = _merged_windows(image) if found else None
+            if windows is not None:
+                replace(graph, node, window_merge, (windows, _view_sizes(image, 4)), found)
+
+
+def _view_sizes(node: Any, count: int) -> tuple[Any, ...] | None:
+    """What a view of so many dimensions asks for."""
+    if not is_call(node, *_VIEWS) or len(shape_of(node)) != count:
+        return None
+    given = node.args[1:] if len(node.args) > 2 else argument(node, 1, "shape")
+    return tuple(given) if isinstance(given, (tuple, list)) and len(given) == count else None
+
+
+def _shift(node: Any) -> tuple[Any, Any] | None:
+    """By how much a step rolls images [batch, height, width, channels]."""
+    if not is_call(node, *_ROLL) or len(shape_of(node)) != 4:
+        return None
+    shifts, dims = argument(node, 1, "shifts"), argument(node, 2, "dims", ())
+    shifts, dims = ([each] if isinstance(each, (int, Node)) else list(each) for each in (shifts, dims))
+    if not dims or not all(isinstance(dim, int) for dim in dims):
+        return None
+    by_dim = {dim % 4: shift for dim, shift in zip(dims, shifts, strict=True)}
+    return (by_dim.get(1, 0), by_dim.get(2, 0)) if len(by_dim) == len(dims) and {1, 2} >= by_dim.keys() else None
+
+
+def _padding(node: Any) -> tuple[Any, Any] | None:
+    """How many zeros a step puts after the height and the width of such images."""
+    if not is_call(node, functional.pad) or len(shape_of(node)) != 4:
+        return None
+    amounts, value = argument(node, 1, "pad"), argument(node, 3, "value")
+    plain = argument(node, 2, "mode", "constant") == "constant" and (value is None or value == 0)
+    if not plain or not isinstance(amounts, (tuple, list)) or len(amounts) != 6:
+        return None
+    before = (*amounts[:3], amounts[4])
+    return (amounts[5], amounts[3]) if all(type(each) is int and each == 0 for each in before) else None
+
+
+def _tell_sizes(graph: Graph, padded: Node) -> None:
+    """Those who ask for sizes of the padded image get those of the image, with what is added."""
+    padding = _padding(padded) or (0, 0)
+    for user in [user for user in padded.users if is_call(user, "size")]:
+        dim = argument(user, 1, "dim") % 4
+        with graph.inserting_before(user):
+            size = graph.call_method("size", (padded.args[0], dim))
+            if dim in (1, 2):
+                size = graph.call_function(operator.add, (size, padding[dim - 1]))
+        size.meta.update(user.meta)
+        user.replace_all_uses_with(size)
+        graph.erase_node(user)
+
+
+def _kept(node: Any) -> tuple[Any, Any] | None:
+    """The size that a step cuts images to: `x[:, :height, :width, :]`."""
+    if not is_call(node, operator.getitem) or len(shape_of(node)) != 4 or not isinstance(node.args[1], tuple):
+        return None
+    parts = [*node.args[1], slice(None)][:4]
+    if len(node.args[1]) not in (3, 4) or any(type(part) is not slice for part in parts):
+        return None
+    whole = [part.start in (None, 0) and part.step in (None, 1) for part in parts]
+    return (parts[1].stop, parts[2].stop) if all(whole) and parts[0] == parts[3] == slice(None) else None
+
+
+def _merged_windows(image: Any) -> Any:
+    """The windows [images, down, across, height, width, channels] that an image is made of, which nobody else reads."""
+    if _view_sizes(image, 4) is None or only_reader(image) is None or dtype_of(image) not in COPIED:
+        return None
+    permuted = image.args[0]
+    if is_call(permuted, "contiguous") and only_reader(permuted) is image:
+        permuted = permuted.args[0]
+    return permuted.args[0] if permutation(permuted) == _BY_WINDOWS else None
+
+
+def _fit(asked: Sequence[Any], real: Sequence[int]) -> bool:
+    """Whether a view of these sizes, one of which may be left to torch, has the real ones."""
+    return all(type(one) is int and one in (-1, other) for one, other in zip(asked, real, strict=True))
+
+
+@step(lambda kwargs: "+".join(["pad"] * ("padding" in kwargs) + ["roll"] * ("shift" in kwargs) + ["windows"]))
+def window_partition(
+    image: Tensor, sizes: Sequence[int], shift: Sequence[int] = (0, 0), padding: Sequence[int] = (0, 0)
+) -> Tensor:
+    """Windows [images, down, across, height, width, channels] of an image that is padded and rolled."""
+    size, window = image.shape[1:3], (sizes[2], sizes[4])
+    if image.is_cpu and all(type(each) is int and each > 0 for each in window):
+        count = [-(-length // of) for length, of in zip(size, window, strict=True)]
+        padded = [of * each for of, each in zip(window, count, strict=True)]
+        real = (image.shape[0], count[0], window[0], count[1], window[1], image.shape[3])
+        if _fit(sizes, real) and padded == [length + more for length, more in zip(size, padding, strict=True)]:
+            return _window_partition(image, window, shift)  # type: ignore[no-any-return]
+    rolled = functional.pad(image, (0, 0, 0, padding[1], 0, padding[0])).roll(tuple(shift), (1, 2))
+    return rolled.view(*sizes).permute(_BY_WINDOWS)
+
+
+@step(lambda kwargs: "+".join(["windows"] + ["roll"] * ("shift" in kwargs) + ["crop"] * ("kept" in kwargs)))
+def window_merge(
+    windows: Tensor, sizes: Sequence[int], shift: Sequence[int] = (0, 0), kept: Sequence[int | None] = (None, None)
+) -> Tensor:
+    """The images that windows [images, down, across, height, width, channels] make up, rolled and cut to size."""
+    images, down, across, height, width, channels = windows.shape
+    whole = (down * height, across * width)
+    if windows.is_cpu and _fit(sizes, (images, *whole, channels)):
+        size = [most if part is None else min(part, most) for part, most in zip(kept, whole, strict=True)]
+        if min(size) >= 0:
+            return _window_merge(windows, size, shift)  # type: ignore[no-any-return]
+    rolled = windows.permute(_BY_WINDOWS).reshape(*sizes).roll(tuple(shift), (1, 2))
+    return rolled[:, : kept[0], : kept[1], :]
