@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from _pytest.terminal import TerminalReporter
 
@@ -9,6 +11,11 @@ BATCHES = 4
 BATCH_SIZE = 100
 FUZZ_BATCHES = 40
 FUZZ_BATCH_SIZE = 500
+
+
+def pytest_configure() -> None:
+    """A shell has what it runs in the background ignore SIGINT, and programs that tests start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
