@@ -41,12 +41,6 @@ def _on_top(environment: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, **environment}
 
 
-def start(program: str) -> subprocess.Popen[str]:
-    """The program on its way, for several at once."""
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-
-
 def output_of(program: str, **environment: str) -> str:
     """What the program prints; an error with all that it said where it fails."""
     return _output(run("-c", textwrap.dedent(program), **environment))
