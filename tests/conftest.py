@@ -63,6 +63,7 @@ def case_batch(request: pytest.FixtureRequest) -> list[object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if config.getoption("--case"):
         chosen = [item for item in items if "case_batch" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
