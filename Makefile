@@ -177,10 +177,10 @@ endif
 lint: $(tools)
 	ruff check .
 	ruff format --check .
-	$(python) -m mypy
 	@clang-format --dry-run -Werror $(cpp_files)
 	cmake -S . -B build/lint -G Ninja -DPython_EXECUTABLE="$$(command -v $(python))" -DXOPT_SYCL=$(sycl) > /dev/null
-	$(python) .ci/clang_tidy.py
+	@echo "mypy, which takes one core, beside clang-tidy"
+	@$(python) -m mypy & types=$$!; $(python) .ci/clang_tidy.py && wait $$types || { wait; exit 1; }
 
 format:
 	ruff check --fix .

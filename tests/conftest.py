@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import signal
+
 import pytest
 from _pytest.terminal import TerminalReporter
 
@@ -11,9 +14,24 @@ FUZZ_BATCHES = 40
 FUZZ_BATCH_SIZE = 500
 
 
+def pytest_configure() -> None:
+    """What shells and `nohup` have this process ignore in the background, programs that tests start shall heed."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--case", action="append", default=[], help="run only this case, a line that a failure printed")
     parser.addoption("--fuzz-seed", type=int, default=0, help="another sequence of random cases for the fuzz tests")
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """What has no part in the slice for the sanitizers, under which imports take long, need not be imported for it."""
+    if config.option.markexpr != "sanitize" or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text()
+    return None if "mark.sanitize" in text or "case_batch" in text else True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -45,6 +63,7 @@ def case_batch(request: pytest.FixtureRequest) -> list[object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if config.getoption("--case"):
         chosen = [item for item in items if "case_batch" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import textwrap
@@ -50,18 +49,12 @@ def started(*arguments: object) -> Iterator[Launcher]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment(mark),
-        preexec_fn=_heed_interrupts,
     )
     try:
         yield Launcher(process, mark)
     finally:
         process.kill()
         process.communicate()
-
-
-def _heed_interrupts() -> None:
-    """Tests that a shell runs in the background have inherited that SIGINT is ignored, and so would launchers."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Launcher:

@@ -5,7 +5,9 @@ Nothing here depends on how fast the machine is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import pathlib
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from tests import fresh_process
-from xopt import _C
+from xopt import _C, roofs
 from xopt.bench import cli, conv_peers, kernels, peers, plot, report, results, shapes, turns
 from xopt.bench.errors import UnavailableError, WrongResultError
 from xopt.bench.problem import EPILOGUES, Problem, check_result, in_bf16, make_problem, make_weight
@@ -314,17 +316,25 @@ CONVS = ("8x9x7:64x3x3/2", "64x8x8:64x1x1+")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, pathlib.Path]:
     folder = tmp_path_factory.mktemp("bench")
     files = ["--json", str(folder / "run.json"), "--plot", str(folder / "run.png")]
-    shape_list = "1x256x768,512x256x768,1024x768x64"
+    shape_list = "1x48x768,512x48x768,1024x96x64"
     convs = ["--convs", ",".join(CONVS), "--batch", "2"]
     measured = ["--shapes", shape_list, *convs, "--rounds", "1"]
-    done = fresh_process.run("-m", "xopt.bench", "kernels", "--quick", *measured, *files)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, folder
+    said, threads = io.StringIO(), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(said):
+        # Short turns, and few weights that take turns: times mean nothing here.
+        patched.setattr(kernels, "QUICK_SECONDS", 0)
+        patched.setattr(kernels, "known_caches", lambda: Caches(l2_bytes=MIB // 4, last_level_bytes=MIB))
+        patched.setattr(roofs, "REGISTER_REPEATS", 2)
+        patched.setattr(roofs, "READ_REPEATS", 1)
+        status = cli.main(["kernels", "--quick", *measured, *files])
+    torch.set_num_threads(threads)
+    assert status == 0, said.getvalue()
+    return said.getvalue(), folder
 
 
 def test_run_prints_the_table(small_run: tuple[str, pathlib.Path]) -> None:
     output, _ = small_run
-    for shape in ("1x256x768", "512x256x768", "1024x768x64"):
+    for shape in ("1x48x768", "512x48x768", "1024x96x64"):
         assert output.count(f" {shape} ") >= 3, f"{shape} is not there once a dtype"
     for conv in CONVS:
         assert output.count(f" 2x{conv} ") >= 2, f"{conv} is not there once a dtype"

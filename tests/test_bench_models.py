@@ -38,8 +38,12 @@ def make_plan(*peers: str, cases: tuple[str, ...] = ("bert-base 1x128",), dtype:
     return Plan(cases, peers, [], dtype, models.choose_cpus(1), rounds=2, size="tiny")
 
 
-def test_measures_and_reports(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measures_and_reports(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crew: Crew
+) -> None:
+    """The first that the processes do, before they serve the tests that follow."""
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(models, "Crew", lambda: contextlib.nullcontext(crew))
     data, chart = tmp_path / "models.json", tmp_path / "models.png"
     arguments = ["--size", "tiny", "--rounds", "2", "--threads", "1", "--peers", "eager,ipex"]
     arguments += ["--json", str(data), "--png", str(chart)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests import fresh_process
 
 EXAMPLES = sorted((pathlib.Path(__file__).parent.parent / "examples").glob("*.py"))
 SMALL = {
@@ -26,7 +26,6 @@ def test_runs(example: pathlib.Path) -> None:
     for library in ("transformers", "diffusers"):
         if library in example.read_text():
             pytest.importorskip(library)
-    command = [sys.executable, str(example), *SMALL.get(example.name, [])]
-    finished = subprocess.run(command, capture_output=True, text=True)
+    finished = fresh_process.run(str(example), *SMALL.get(example.name, []))
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout

@@ -51,7 +51,7 @@ def test_the_launcher_loads_no_torch(tmp_path: pathlib.Path) -> None:
         assert xopt_launch.main() == 0
         print(*sorted(sys.modules))
     """
-    loaded = set(fresh_process.output_of(program).split())
+    loaded = set(fresh_process.output_of_cold(program).split())
     assert "xopt.launch.cli" in loaded
     assert not loaded & {"torch", "numpy", "rich", "xopt.api", "xopt._C"}
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pathlib
 import subprocess
-import sys
 import tempfile
 from typing import Any
 
 import pytest
 
+from tests import fresh_process
 from tests.families import TRACE, all_families
 from tests.test_sanitizer import sanitizer_is_loaded
 from xopt import _C
 
-ROOT = pathlib.Path(__file__).parent.parent
 LEVELS = list(_C.isa_levels())
 PRESENT = LEVELS[: LEVELS.index(_C.detected_isa()) + 1]
 CASES_PER_FAMILY = 200
@@ -30,8 +28,7 @@ FUZZ_CASES_PER_FAMILY = 10_000
 
 
 def run_python(level: str, *arguments: str, trace: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XOPT_MAX_ISA": level, **({TRACE: trace} if trace else {})}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
+    return fresh_process.run(*arguments, XOPT_MAX_ISA=level, **({TRACE: trace} if trace else {}))
 
 
 @functools.cache

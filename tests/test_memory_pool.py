@@ -40,7 +40,7 @@ def steady_faults():
 def output_of(program: str, *, preloaded: bool = True) -> Any:
     """What the program printed, as JSON."""
     environment = {"LD_PRELOAD": str(POOL_LIBRARY)} if preloaded else {}
-    return json.loads(fresh_process.output_of(program, **environment))
+    return json.loads(fresh_process.output_of_cold(program, **environment))
 
 
 # ---- Page faults ----------------------------------------------------------------------------------------------------

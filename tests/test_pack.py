@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import os
 import pathlib
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests import fresh_process
 from xopt import _C
 
 Tensor = torch.Tensor
@@ -364,8 +362,7 @@ def test_weight_packed_here_is_used_at_another_level(level: str, tmp_path: pathl
     given: dict[object, Tensor] = {"weight": weight, "input": random_weight(5, 90, torch.float32, seed=1)}
     given |= {dtype: ops.linear_pack(weight, dtype=dtype) for dtype in FLOATS}
     torch.save(given, tmp_path / "given")
-    arguments = [sys.executable, "-c", CHILD, str(tmp_path / "given"), str(tmp_path / "results")]
-    done = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "XOPT_MAX_ISA": level})
+    done = fresh_process.run("-c", CHILD, str(tmp_path / "given"), str(tmp_path / "results"), XOPT_MAX_ISA=level)
     assert done.returncode == 0, done.stderr
     results = torch.load(tmp_path / "results")
     for dtype in FLOATS:

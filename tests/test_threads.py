@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
-import pathlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import xopt  # noqa: F401 - loads the operators
+from tests import fresh_process
 
-ROOT = pathlib.Path(__file__).parent.parent
 COUNTS = (1, 2, 3, 5, 8)
 # One row, few rows, several blocks of rows, few columns, many columns, a long sum.
 SHAPES = ((1, 700, 512), (3, 100, 1000), (130, 257, 96), (600, 48, 65), (17, 1500, 40), (64, 33, 4100))
@@ -118,5 +115,5 @@ print("child", os.waitstatus_to_exitcode(status), "parent", after == before)
 @pytest.mark.parametrize("threads", [1, 4])
 def test_fork_after_use(threads: int) -> None:
     program = FORKING.format(threads=threads)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    done = fresh_process.run("-c", program)
     assert done.stdout.split() == ["child", "0", "parent", "True"], done.stdout + done.stderr[-4000:]

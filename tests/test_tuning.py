@@ -11,6 +11,7 @@ import pathlib
 import pickle
 import random
 import sqlite3
+import textwrap
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -288,25 +289,30 @@ def test_a_folder_that_cannot_be_used_is_said_and_nothing_fails(tmp_path: pathli
         assert kept.read() == []
 
 
-_WRITER = """
-    import pathlib, sys
+_WRITERS = """
+    import os, pathlib, sys
     from xopt.tuning.store import Store
     from tests.test_tuning import tuned_call
 
-    kept = Store(pathlib.Path({path!r}))
+    writers = []
+    for first in range(0, 400, 100):
+        writers.append(os.fork())
+        if writers[-1] == 0:
+            break
+    else:
+        sys.exit(any([os.waitpid(writer, 0)[1] for writer in writers]))
+    kept = Store(pathlib.Path(sys.argv[1]))
     for number in range(25):
-        kept.write([tuned_call({first} + number)])
-        assert tuned_call({first} + number) in kept.read()
-    print("fine")
+        kept.write([tuned_call(first + number)])
+        assert tuned_call(first + number) in kept.read()
 """
 
 
 def test_processes_write_at_the_same_time(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "tuning.sqlite"
     path.write_bytes(b"damaged from the start" * 100)
-    writers = [fresh_process.start(_WRITER.format(path=str(path), first=100 * number)) for number in range(4)]
-    outputs = [writer.communicate() for writer in writers]
-    assert all(out.strip() == "fine" for out, _ in outputs), outputs
+    done = fresh_process.run("-c", textwrap.dedent(_WRITERS), str(path))
+    assert done.returncode == 0, done.stderr
     assert len(Store(path).read()) == 100
 
 

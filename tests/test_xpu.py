@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,23 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests import fresh_process
 from tests.test_ops_contract import registered_ops
+from tests.xpu_stand_in import FOLDER
 from xopt import sycl
 
+pytestmark = pytest.mark.long
 needs_sycl = pytest.mark.skipif(
     not sycl.available(), reason="NOT RUN: operators on tensors of device xpu, since the SYCL runtime is not installed"
 )
 LINEAR = {"linear", "linear_gated", "linear_norm", "linear_weight_only", "qlinear"}
 IMAGES = {"conv", "conv_chain", "group_norm", "pool", "upsample"}
 ON_XPU = LINEAR | IMAGES | {"attention", "layer_norm", "rms_norm", "rotary", "softmax"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(FOLDER, str(tmp_path_factory.mktemp("stand_in")))
+        yield
 
 
 @needs_sycl

@@ -34,7 +34,7 @@ XOPT_INLINE void copy_bytes(const void* from, int64_t bytes, void* to) {
   const __mmask64 rest = (uint64_t{1} << bytes) - 1;
   _mm512_mask_storeu_epi8(target, rest, _mm512_maskz_loadu_epi8(rest, source));
 #else
-  __builtin_memcpy(to, from, static_cast<size_t>(bytes));
+  if (bytes > 0) __builtin_memcpy(to, from, static_cast<size_t>(bytes));  // a tensor of size zero has no address
 #endif
 }
 

@@ -27,6 +27,7 @@ from xopt.sycl import loading
 
 Tensor = torch.Tensor
 DEVICE = torch.device("xpu", 0)
+FOLDER = "XOPT_STAND_IN_FOLDER"  # environment variable: where one process keeps what it has compiled for the next
 
 _libraries: list[Any] = []
 
@@ -34,16 +35,34 @@ _libraries: list[Any] = []
 def start(*defined: str) -> None:
     """Has to come before torch is asked for anything on device xpu. `defined`: macros of `device.cpp`."""
     loading.native().devices(loading.opencl_driver())
-    _build(defined)
+    _load(_built(defined))
     torch.xpu._initialized = True  # torch.device("xpu") as an argument would have Python start the device
     _register()
 
 
 def _native() -> Any:
-    return _libraries[0]
+    return next(each for each in _libraries if isinstance(each, ctypes.CDLL))
 
 
-def _build(defined: Sequence[str]) -> None:
+def _load(path: Path) -> None:
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    _libraries.append(library)
+    library.stand_in_malloc.restype = ctypes.c_void_p
+    library.stand_in_copies.restype = ctypes.c_int64
+    library.stand_in_is_device_memory.restype = ctypes.c_bool
+
+
+def _built(defined: Sequence[str]) -> Path:
+    if FOLDER not in os.environ:
+        _libraries.append(tempfile.TemporaryDirectory())  # until this process ends
+    folder = Path(os.environ.get(FOLDER) or _libraries[-1].name)
+    built = folder / "-".join(["device", *defined, "built.so"])
+    if not built.exists():
+        _build(built, defined)
+    return built
+
+
+def _build(built: Path, defined: Sequence[str]) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert compiler, "the stand-in for device xpu needs a C++ compiler"
     torch_folder = Path(torch.__file__).parent
@@ -51,17 +70,10 @@ def _build(defined: Sequence[str]) -> None:
     include = [f"-isystem{folder}" for folder in (torch_folder / "include", sycl / "include")]
     # torch has loaded its libraries without making their symbols global.
     needed = [str(torch_folder / "lib" / "libtorch_cpu.so"), str(torch_folder / "lib" / "libc10.so")]
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / "device.so"
-        command = [*compiler.split(), "-std=c++20", "-O0", "-shared", "-fPIC", *(f"-D{name}" for name in defined)]
-        command += ["-DSYCL_DISABLE_FSYCL_SYCLHPP_WARNING", *include, "-o", str(built)]
-        command += [str(Path(__file__).with_name("device.cpp")), *needed, str(sycl / "lib" / "libsycl.so")]
-        subprocess.run(command, check=True)
-        library = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
-    _libraries.append(library)
-    library.stand_in_malloc.restype = ctypes.c_void_p
-    library.stand_in_copies.restype = ctypes.c_int64
-    library.stand_in_is_device_memory.restype = ctypes.c_bool
+    command = [*compiler.split(), "-std=c++20", "-O0", "-shared", "-fPIC", *(f"-D{name}" for name in defined)]
+    command += ["-DSYCL_DISABLE_FSYCL_SYCLHPP_WARNING", *include, "-o", str(built)]
+    command += [str(Path(__file__).with_name("device.cpp"))]
+    subprocess.run([*command, *needed, str(sycl / "lib" / "libsycl.so")], check=True)
 
 
 def _sycl_folder() -> Path:

@@ -37,7 +37,7 @@ def _vit(tiny: bool) -> Any:
 def _gpt2(tiny: bool) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(**sizes_if(tiny, n_embd=64, n_layer=2, n_head=4)))
+    return GPT2LMHeadModel(GPT2Config(**sizes_if(tiny, n_embd=64, n_layer=2, n_head=4, vocab_size=1000)))
 
 
 def _llama(tiny: bool) -> Any:
@@ -45,7 +45,8 @@ def _llama(tiny: bool) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: Any = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, num_key_value_heads=4, **(_SMALL if tiny else sizes)))
+    sizes = {"vocab_size": 1000, **_SMALL} if tiny else {"vocab_size": 32000, **sizes}
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=4, **sizes))
 
 
 def _t5(tiny: bool) -> Any:
