@@ -194,3 +194,17 @@ def test_compile_and_export() -> None:
         assert torch.allclose(compiled(x), expected, atol=1e-4)
         program = torch.export.export(model, (x,))
         assert torch.allclose(program.module()(x), expected, atol=1e-4)
+
+
+def test_a_weight_that_both_kinds_share_is_not_the_sources() -> None:
+    source = nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), nn.ConvTranspose2d(8, 8, 3, bias=False)).eval()
+    source[1].weight = source[0].weight
+    optimized = xopt.optimize(source)
+    assert "shared with a layer of another kind" in str(xopt.report(optimized))
+    x = torch.randn(1, 8, 6, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(x), source(x), rtol=1e-5, atol=1e-5)
+        before = source(x)
+        optimized.load_state_dict({name: 2 * value for name, value in source.state_dict().items()})
+        assert torch.equal(source(x), before)
+        torch.testing.assert_close(optimized(x), 4 * before, rtol=1e-5, atol=1e-5)

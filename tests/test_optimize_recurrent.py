@@ -37,6 +37,17 @@ FEATURES, UNITS = 13, 37
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 
 
+def skip_where_torch_cannot(kind: str, dtype: torch.dtype) -> None:
+    """Its LSTM in bf16 is oneDNN's alone, which lacks it on CPUs without AVX-512."""
+    if kind == "LSTM" and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("NOT RUN: torch has no LSTM in bf16 on this CPU")
+
+
+def is_as_exact(result: Any, torchs: Any, exact: Any) -> bool:
+    """As torch's, or within two roundings of a float, where one sum's order or another is luck."""
+    return relative_error(result, exact) <= max(1.1 * relative_error(torchs, exact), 2 * torch.finfo().eps)
+
+
 def made(kind: str, name: str = "plain") -> Any:
     torch.manual_seed(0)
     return KINDS[kind](FEATURES, UNITS, **OPTIONS[name]).eval()
@@ -115,7 +126,7 @@ def test_error_is_at_most_torchs(kind: str, dtype: torch.dtype) -> None:
         exact = copy.deepcopy(source).double()(x.double())
         plain = copy.deepcopy(source).to(dtype)(x.to(dtype))
         result = xopt.optimize(source, dtype=dtype)(x)
-    assert relative_error(result, exact) <= 1.1 * relative_error(plain, exact)
+    assert is_as_exact(result, plain, exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,6 +193,7 @@ def test_save_and_load(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients(kind: str, dtype: torch.dtype) -> None:
+    skip_where_torch_cannot(kind, dtype)
     source = made(kind, "both ways")
     optimized = xopt.optimize(source, dtype=dtype)
     x = torch.randn(6, 5, FEATURES)
@@ -227,6 +239,7 @@ def test_no_sequences_give_what_torch_gives(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, *CELLS])
 def test_dtypes_under_autocast_are_torchs(kind: str) -> None:
+    skip_where_torch_cannot(kind, torch.bfloat16)
     torch.manual_seed(0)
     source = (KINDS | CELLS)[kind](FEATURES, UNITS).eval()
     optimized = xopt.optimize(source, dtype=torch.bfloat16, config=xopt.Config(autocast=False))
@@ -364,7 +377,7 @@ def test_models(name: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(value, before[key]) for key, value in source.state_dict().items())
     assert result.dtype == torch.float32
     assert torch.equal(result, again)
-    assert relative_error(result, exact) <= 1.1 * relative_error(plain, exact)
+    assert is_as_exact(result, plain, exact)
     assert xopt.report(model).optimized_linear_share >= 0.95
 
 

@@ -82,6 +82,7 @@ def pack_convolution(module: _ConvNd, context: Context, taps: Taps | None, packe
         packed = PackedParameter.pack(weight, context.target(weight), groups=module.groups, taps=taps)
         context.replaced[id(weight)] = packed
     elif type(packed) is not PackedParameter or (packed.place.groups, packed.place.taps) != (module.groups, taps):
+        module._parameters["weight"] = nn.Parameter(weight.detach().clone(), weight.requires_grad)  # not the source's
         return "left to torch: its weight is shared with a layer of another kind"
     module.__dict__[_CHANNELS_LAST] = weight.stride(1) == 1 and not weight.is_contiguous()
     module._parameters["weight"] = packed
