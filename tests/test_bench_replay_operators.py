@@ -131,8 +131,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "upsample": lambda: ops.upsample(image(1, 8, 4, 4), [8, 8], "linear"),
     "upsample, nearest": lambda: ops.upsample(image(1, 8, 4, 4), [8, 8], "nearest"),
 }
-LINKS = ("conv_chain",)
-"""Profiles of a model have a chain's convolutions one by one."""
+LINKS = ("chain",)
+"""Profiles of a model have a chain's calls one by one."""
 
 
 def test_each_operator_that_computes_is_here() -> None:

@@ -22,7 +22,7 @@ from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, recor
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
-from xopt.modules.conv_chain import chain_convolutions
+from xopt.modules.chain import chain_steps
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 from xopt.modules.substitute import run_substituted
 
@@ -119,7 +119,7 @@ class Programs:
                 raise CannotRecord("its inputs are on a device that there are no kernels for")
             recorder = record(module, forward, args, kwargs)
             fused = apply_patterns(recorder, self.config)
-            chain_convolutions(recorder.graph)
+            chain_steps(recorder.graph)
             program = Program(module, recorder) if fused else None
         except ChangesItself as problem:
             self.problem = str(problem)
