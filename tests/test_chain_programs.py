@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import gc
 import weakref
@@ -277,6 +278,78 @@ def test_a_block_is_freed_without_the_garbage_collector() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+class Net(nn.Module):
+    """A small network whole: a pool among the convolutions, and more modules than other blocks may have."""
+
+    def __init__(self, depth: int = 12) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.blocks = nn.Sequential(*(Bottleneck() for _ in range(depth)))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.blocks(self.stem(x)))
+        return result
+
+
+def test_a_network_is_one_call(chained: list[int]) -> None:
+    torch.manual_seed(0)
+    source = settled(Net())
+    optimized = xopt.optimize(source)
+    x = torch.randn(2, 3, 33, 40)
+    for _ in range(2):
+        check(source, optimized, x)
+    chained.clear()
+    check(source, optimized, x)
+    assert chained == [1 + 1 + 12 * 3]
+    check(source, optimized, torch.randn(1, 3, 64, 64))
+
+
+def test_a_hook_deep_in_a_network_leaves_the_rest_its_chains(chained: list[int]) -> None:
+    torch.manual_seed(0)
+    source = settled(Net())
+    optimized = xopt.optimize(source)
+    x = torch.randn(1, 3, 32, 32)
+    check(source, optimized, x)
+    seen: list[int] = []
+    handle = optimized.get_submodule("blocks.3.first.0").register_forward_hook(lambda *given: seen.append(1))
+    for _ in range(2):
+        chained.clear()
+        check(source, optimized, x)
+    assert len(seen) == 2
+    assert sorted(chained) == [2] + [3] * 11
+    handle.remove()
+    chained.clear()
+    check(source, optimized, x)
+    assert chained == [38]
+
+
+def test_threads_may_run_and_change_one_network() -> None:
+    """Half of them see the weights before and half after; none anything else."""
+    torch.manual_seed(0)
+    optimized = xopt.optimize(settled(Net(3)))
+    x = torch.randn(1, 3, 32, 32)
+    norm: Any = optimized.get_submodule("blocks.1.first.1")
+    with torch.no_grad():
+        before = optimized(x)
+        norm.bias.add_(1.0)
+        after = optimized(x)
+        norm.bias.sub_(1.0)
+
+    def run(_: int) -> bool:
+        with torch.no_grad():
+            result = optimized(x)
+        return any(torch.allclose(result, known, rtol=1e-4, atol=1e-5) for known in (before, after))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        results = [threads.submit(run, each) for each in range(40)]
+        with torch.no_grad():
+            norm.bias.add_(1.0)
+        assert all(result.result() for result in results)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(x), after, rtol=1e-4, atol=1e-5)
 
 
 def test_products_that_follow_each_other_are_one_call(chained: list[int]) -> None:
