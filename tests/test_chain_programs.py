@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xopt
+from tests.test_blocks import assert_gone_when_dropped
 from tests.test_optimize_conv import settled
 from xopt.modules import chain as chains
 from xopt.modules.block import PROGRAMS
@@ -269,15 +269,8 @@ def test_the_memory_of_a_replaced_weight_is_free_at_once() -> None:
         optimized(x)
 
 
-def test_a_block_is_freed_without_the_garbage_collector() -> None:
-    _, optimized, _ = optimized_block()
-    alive = weakref.ref(optimized)
-    gc.disable()
-    try:
-        del optimized
-        assert alive() is None
-    finally:
-        gc.enable()
+def test_a_dropped_block_is_gone_at_once() -> None:
+    assert_gone_when_dropped([optimized_block()[1]])
 
 
 class Net(nn.Module):

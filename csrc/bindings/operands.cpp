@@ -59,15 +59,15 @@ void Operands::expect_attribute(size_t place, py::str name, py::object value) {
   entries_.push_back({Kind::attribute, place, std::move(name), std::move(value), kAnyVersion, false});
 }
 
-void Operands::expect_tensor(size_t place, py::str name, py::object tensor, long long version) {
+void Operands::expect_tensor(size_t place, py::str name, const py::object& tensor, long long version) {
   add_tensor(Kind::tensor, place, std::move(name), tensor, version, false);
 }
 
-void Operands::take_tensor(size_t place, py::str name, py::object tensor) {
+void Operands::take_tensor(size_t place, py::str name, const py::object& tensor) {
   add_tensor(Kind::tensor, place, std::move(name), tensor, kAnyVersion, true);
 }
 
-void Operands::take_packed(size_t place, py::str name, py::object packed) {
+void Operands::take_packed(size_t place, py::str name, const py::object& packed) {
   add_tensor(Kind::packed, place, std::move(name), packed, kAnyVersion, true);
 }
 

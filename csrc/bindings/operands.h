@@ -16,11 +16,11 @@ class Operands {
   // An attribute of a module, by the module's place in the list that `gather` is given, has to compare equal to this.
   void expect_attribute(size_t place, pybind11::str name, pybind11::object value);
   // A module's parameter or buffer has to be this very tensor, with this number of changes; None: there has to be none.
-  void expect_tensor(size_t place, pybind11::str name, pybind11::object tensor, long long version);
+  void expect_tensor(size_t place, pybind11::str name, const pybind11::object& tensor, long long version);
   // The next operand is a module's parameter, which has to be this very tensor.
-  void take_tensor(size_t place, pybind11::str name, pybind11::object tensor);
+  void take_tensor(size_t place, pybind11::str name, const pybind11::object& tensor);
   // The next operand is what a module's packed parameter lies in, which has to be this very tensor.
-  void take_packed(size_t place, pybind11::str name, pybind11::object packed);
+  void take_packed(size_t place, pybind11::str name, const pybind11::object& packed);
   // The next operand is this tensor.
   void take(pybind11::object tensor);
 

@@ -256,7 +256,17 @@ def _can_be_link(node: Node) -> bool:
     if not is_call(node, *_tellers):
         return False
     _, where = _tellers[node.target]
-    return isinstance(node.args[0], Node) and node.args[0].op == "get_attr" and where(node)
+    return _is_stored(node.args[0]) and all(map(_is_stored, _in_tuples(node))) and where(node)
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, Node) and node.op == "get_attr"
+
+
+def _in_tuples(node: Node) -> list[Node]:
+    """Arguments that are no arguments of their own: what a norm has."""
+    containers = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, (tuple, list))]
+    return [item for each in containers for item in each if isinstance(item, Node)]
 
 
 def _chain_together(graph: Graph, nodes: list[Node]) -> None:
