@@ -139,8 +139,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "window_partition": lambda: ops.window_partition(torch.randn(1, 6, 6, 8), [3, 3], [-1, -1]),
     "upsample, nearest": lambda: ops.upsample(image(1, 8, 4, 4), [8, 8], "nearest"),
 }
-LINKS = ("conv_chain",)
-"""Profiles of a model have a chain's convolutions one by one."""
+LINKS = ("chain",)
+"""Profiles of a model have a chain's calls one by one."""
 
 
 def test_each_operator_that_computes_is_here() -> None:

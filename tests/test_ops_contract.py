@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.test_conv_chain import random_calls
+from tests.test_chain import random_calls
 from xopt import _C
 from xopt.modules.packed_parameter import PackedParameter
 
@@ -42,7 +42,7 @@ SCHEMAS = {
     "softmax": "softmax(Tensor input, *, ScalarType? out_dtype=None) -> Tensor",
     "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
     "float? scale_h=None, float? scale_w=None) -> Tensor",
-    "conv_chain": "conv_chain(Tensor[] tensors, int[] links, float[] parameters, str names, int[] wanted) -> Tensor[]",
+    "chain": "chain(Tensor[] tensors, str calls) -> Tensor[]",
     "conv_transpose": "conv_transpose(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, "
     "int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups=1, Tensor? scale=None, "
     'str activation="none", float alpha=0., float beta=0., str binary="none", Tensor? other=None, '
@@ -311,10 +311,10 @@ def samples_conv_transpose_unpack() -> Iterator[Call]:
         yield (packed, list(weight.shape), groups, *taps, torch.bfloat16), {}
 
 
-def samples_conv_chain() -> Iterator[Call]:
+def samples_chain() -> Iterator[Call]:
     for seed in range(6):
         calls = random_calls(seed)
-        yield calls.arguments(range(len(calls.links))), {}
+        yield calls.arguments(range(len(calls.lines))), {}
 
 
 def samples_conv_transpose() -> Iterator[Call]:
@@ -698,7 +698,7 @@ def test_what_is_registered_for_intel_gpus_wants_tensors_there(op: str) -> None:
     """By what the dispatcher would call for them, since torch cannot make one without such a device."""
     args, kwargs = samples_of(op)[0]
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
-    named = op.removesuffix("_chain")  # the operator that each link is a call of
+    named = "conv" if op == "chain" else op  # what the samples of chains call
     with pytest.raises(RuntimeError, match=f"^xopt::{named}: [a-z_]+: expected (a tensor|tensors) on .*xpu") as caught:
         getattr(ops, op).default.redispatch(keys, *args, **kwargs)
     assert "\n" not in str(caught.value)

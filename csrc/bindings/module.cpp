@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "bindings/module_guard.h"
+#include "bindings/operands.h"
 #include "kernels/probe.h"
 #include "runtime/affinity.h"
 #include "runtime/arena.h"
@@ -411,6 +412,7 @@ PYBIND11_MODULE(_C, m) {
   bind_trace(m);
   bind_tuning(m);
   bind_module_guard(m);
+  bind_operands(m);
   m.def("set_sycl_loader", &set_sycl_loader, py::arg("loader"),
         "What loads the SYCL part when an operator is first called on tensors of device xpu; it answers what is "
         "missing.");

@@ -105,6 +105,7 @@ Tensor::Tensor(AtenTensorHandle handle) : handle_(handle) {
 
 Tensor& Tensor::operator=(Tensor&& other) noexcept {
   std::swap(handle_, other.handle_);
+  std::swap(borrowed_, other.borrowed_);
   sizes_ = other.sizes_;
   strides_ = other.strides_;
   dims_ = other.dims_;
@@ -115,7 +116,7 @@ Tensor& Tensor::operator=(Tensor&& other) noexcept {
 }
 
 Tensor::~Tensor() {
-  if (handle_ == nullptr) return;
+  if (handle_ == nullptr || borrowed_) return;
   Offload* offload = asynchronous_offload();
   if (offload == nullptr) {
     aoti_torch_delete_tensor_object(handle_);
@@ -130,7 +131,21 @@ AtenTensorHandle Tensor::share() const {
   return handle;
 }
 
+Tensor Tensor::borrow() const {
+  Tensor same;
+  same.handle_ = handle_;
+  same.borrowed_ = true;
+  same.sizes_ = sizes_;
+  same.strides_ = strides_;
+  same.dims_ = dims_;
+  same.dtype_code_ = dtype_code_;
+  same.device_ = device_;
+  same.device_index_ = device_index_;
+  return same;
+}
+
 AtenTensorHandle Tensor::release() {
+  if (borrowed_) return share();
   if (handle_ != nullptr && asynchronous_offload() != nullptr) {
     // A reference of ours, since the caller may drop the result before it is there.
     const Tensor ours(share());
@@ -318,6 +333,11 @@ Integers::Integers(StableListHandle list) {
   torch_delete_list(list);
 }
 
+void Integers::add(int64_t value) {
+  if (size_ < kMost) values_[size_] = value;
+  ++size_;
+}
+
 std::string Integers::text() const { return list_text(values_, size_ < kMost ? size_ : kMost); }
 
 Tensors::Tensors(StableListHandle list) {
@@ -334,6 +354,7 @@ Tensors::Tensors(StableListHandle list) {
 }
 
 std::string_view String::text() const {
+  if (word_ != nullptr) return *word_;
   const char* text = "";
   size_t length = 0;
   if (torch_string_c_str(handle_, &text) != AOTI_TORCH_SUCCESS) return "";

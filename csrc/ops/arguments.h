@@ -41,7 +41,7 @@ int32_t dtype_to_torch(DType dtype);
 std::string torch_dtype_name(int32_t code);
 std::string list_text(const int64_t* values, int64_t count);  // "[2, 3]"
 
-// An owned tensor. The sizes and strides are those of the tensor object and live as long as it.
+// An owned tensor, or one that is borrowed of its owner. The sizes and strides are those of the tensor object and live as long as it.
 class Tensor {
  public:
   Tensor() = default;
@@ -84,6 +84,7 @@ class Tensor {
   void* mutable_data() const;
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle share() const;  // another reference
+  Tensor borrow() const;           // the same one, for as long as this one lives
   AtenTensorHandle release();
   std::string shape_text() const;  // "[2, 3]"
 
@@ -99,6 +100,7 @@ class Tensor {
   DType copied_dtype() const;
 
   AtenTensorHandle handle_ = nullptr;
+  bool borrowed_ = false;
   const int64_t* sizes_ = nullptr;
   const int64_t* strides_ = nullptr;
   int64_t dims_ = 0;
@@ -107,24 +109,30 @@ class Tensor {
   int32_t device_index_ = -1;
 };
 
-// An owned `str` argument.
+// An owned `str` argument, or the word of a prepared call.
 class String {
  public:
   explicit String(StringHandle handle) : handle_(handle) {}
+  explicit String(const std::string* word) : word_(word) {}
   String(const String&) = delete;
   String& operator=(const String&) = delete;
-  ~String() { torch_delete_string(handle_); }
+  ~String() {
+    if (handle_ != nullptr) torch_delete_string(handle_);
+  }
   std::string_view text() const;
 
  private:
-  StringHandle handle_;
+  StringHandle handle_ = nullptr;
+  const std::string* word_ = nullptr;
 };
 
 // An `int[]` argument of at most kMost items.
 class Integers {
  public:
   static constexpr int64_t kMost = 8;
+  Integers() = default;
   explicit Integers(StableListHandle list);
+  void add(int64_t value);
   int64_t size() const { return size_; }  // as given, also where that is more than kMost
   int64_t operator[](int64_t i) const { return values_[i]; }
   const int64_t* data() const { return values_; }  // zeros after the last
@@ -147,32 +155,70 @@ class Tensors {
   std::vector<Tensor> tensors_;
 };
 
-// Reads the stack from its first argument on. Members of an argument struct are initialised in the order of their
-// declaration, which therefore is the order of the schema.
+// An argument of a call whose text was read before (ops/chain.h): a tensor by its place, one or several numbers, a word.
+struct PreparedArgument {
+  enum class Kind : uint8_t { none, tensor, result, integer, number, boolean, integers, word };
+
+  Kind kind = Kind::none;
+  std::string word;     // as it was written
+  int64_t integer = 0;  // of tensors and results their place, of booleans 0 or 1, of words a dtype's number or -1
+  double number = 0.;
+  Integers integers;
+};
+
+// Where the arguments of a prepared call are, and the tensors that they speak of.
+struct PreparedArguments {
+  const std::string& op;
+  const std::vector<PreparedArgument>& arguments;
+  const Tensors& tensors;
+  const std::vector<Tensor>& results;
+};
+
+// Reads a call's arguments from the first on: those on torch's stack, or those of a prepared call. Members of an argument
+// struct are initialised in the order of their declaration, which therefore is the order of the schema.
 class Stack {
  public:
   explicit Stack(const StableIValue* values) : next_(values) {}
+  explicit Stack(const PreparedArguments* prepared) : prepared_(prepared) {}
 
-  AtenTensorHandle tensor() { return pop<AtenTensorHandle>(); }
-  AtenTensorHandle optional_tensor() { return pop<std::optional<AtenTensorHandle>>().value_or(nullptr); }
-  StableListHandle integers() { return pop<StableListHandle>(); }
-  StableListHandle numbers() { return pop<StableListHandle>(); }
-  StableListHandle tensors() { return pop<StableListHandle>(); }
-  StringHandle string() { return pop<StringHandle>(); }
-  int64_t integer() { return pop<int64_t>(); }
-  double number() { return pop<double>(); }
-  std::optional<double> optional_number() { return pop<std::optional<double>>(); }
-  bool boolean() { return pop<bool>(); }
-  int32_t dtype_code() { return pop<int32_t>(); }
-  std::optional<int32_t> optional_dtype_code() { return pop<std::optional<int32_t>>(); }
+  Tensor tensor() { return prepared_ != nullptr ? prepared_tensor() : Tensor(pop<AtenTensorHandle>()); }
+  Tensor optional_tensor() {
+    if (prepared_ != nullptr) return is_none() ? Tensor() : prepared_tensor();
+    return Tensor(pop<std::optional<AtenTensorHandle>>().value_or(nullptr));
+  }
+  Integers integers() {
+    return prepared_ != nullptr ? prepared(Kind::integers).integers : Integers(pop<StableListHandle>());
+  }
+  Tensors tensors() { return Tensors(pop<StableListHandle>()); }  // prepared calls have none
+  String string() { return prepared_ != nullptr ? String(&prepared(Kind::word).word) : String(pop<StringHandle>()); }
+  int64_t integer() { return prepared_ != nullptr ? prepared(Kind::integer).integer : pop<int64_t>(); }
+  double number() { return prepared_ != nullptr ? prepared(Kind::number).number : pop<double>(); }
+  std::optional<double> optional_number() {
+    if (prepared_ != nullptr) return is_none() ? std::nullopt : std::optional(prepared(Kind::number).number);
+    return pop<std::optional<double>>();
+  }
+  bool boolean() { return prepared_ != nullptr ? prepared(Kind::boolean).integer != 0 : pop<bool>(); }
+  int32_t dtype_code() { return prepared_ != nullptr ? prepared_dtype() : pop<int32_t>(); }
+  std::optional<int32_t> optional_dtype_code() {
+    if (prepared_ != nullptr) return is_none() ? std::nullopt : std::optional(prepared_dtype());
+    return pop<std::optional<int32_t>>();
+  }
 
  private:
+  using Kind = PreparedArgument::Kind;
+
   template <class T>
   T pop() {
     return torch::stable::detail::to<T>(*next_++);
   }
+  const PreparedArgument& prepared(Kind expected);  // the next one
+  bool is_none();                                   // whether the next one is, and then it is taken
+  Tensor prepared_tensor();
+  int32_t prepared_dtype();
 
-  const StableIValue* next_;
+  const StableIValue* next_ = nullptr;
+  const PreparedArguments* prepared_ = nullptr;
+  size_t taken_ = 0;
 };
 
 inline void return_tensor(StableIValue* stack, int index, Tensor&& tensor) {

@@ -3,6 +3,7 @@
 // Input and output are logically [images, channels, spatial...] and lie in memory with the channels last: an input that
 // does not is copied first, the output always does.
 #include "ops/conv_call.h"
+#include "ops/prepared.h"
 
 namespace xopt::ops {
 namespace {
@@ -30,10 +31,8 @@ ConvLayout weight_layout(const ConvArguments& arguments) {
   return conv_layout(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.geometry.groups);
 }
 
-}  // namespace
-
-void conv(StableIValue* stack, uint64_t, uint64_t) {
-  ConvArguments arguments{Stack(stack)};
+Tensor conv(Stack stack) {
+  ConvArguments arguments{stack};
   Tensor& input = arguments.input;
   check_no_gradient({{kOp, "input", input},
                      {kOp, "bias", arguments.bias},
@@ -50,8 +49,12 @@ void conv(StableIValue* stack, uint64_t, uint64_t) {
                 PackedWeight(header, arguments.packed.data()),
                 {}};
   arguments.after.set(kOp, input, layout.out, &call.epilogue);
-  return_tensor(stack, 0, run_into_images(kOp, &input, &arguments.bias, &arguments.after.fused, layout, &call));
+  return run_into_images(kOp, &input, &arguments.bias, &arguments.after.fused, layout, &call);
 }
+
+const ChainableOp chainable("conv", &conv);
+
+}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
@@ -60,7 +63,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
       "str binary=\"none\", Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("conv", &conv); }
-STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("conv", &on_xpu<conv>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("conv", &boxed<conv>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("conv", &on_xpu<boxed<conv>>); }
 
 }  // namespace xopt::ops

@@ -48,7 +48,4 @@ Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArgumen
 // `input`: the tensor that the call's view is of.
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout);
 
-// The operator xopt::conv, as torch calls it.
-void conv(StableIValue* stack, uint64_t, uint64_t);
-
 }  // namespace xopt::ops

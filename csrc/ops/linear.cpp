@@ -1,5 +1,6 @@
 // xopt::linear, linear_gated and linear_norm: input * weight^T with a packed floating-point weight, and what follows.
 #include "ops/gemm_arguments.h"
+#include "ops/prepared.h"
 
 namespace xopt::ops {
 namespace {
@@ -39,9 +40,9 @@ struct LinearArguments {
   Tensor scale;
 };
 
-void linear(StableIValue* stack, uint64_t, uint64_t) {
+Tensor linear(Stack stack) {
   constexpr const char* kOp = "linear";
-  LinearArguments arguments{Stack(stack)};
+  LinearArguments arguments{stack};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
   check_no_gradient({{kOp, "input", input},
@@ -61,8 +62,10 @@ void linear(StableIValue* stack, uint64_t, uint64_t) {
       output_dtype(kOp, arguments.out_dtype, input, {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
   set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
 
-  return_tensor(stack, 0, run_into_rows(kOp, input, &call));
+  return run_into_rows(kOp, input, &call);
 }
+
+const ChainableOp chainable("linear", &linear);
 
 // ---- linear_gated --------------------------------------------------------------------------------------------------
 
@@ -178,12 +181,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
-  library.impl("linear", &linear);
+  library.impl("linear", &boxed<linear>);
   library.impl("linear_gated", &linear_gated);
   library.impl("linear_norm", &linear_norm);
 }
 STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
-  library.impl("linear", &on_xpu<linear>);
+  library.impl("linear", &on_xpu<boxed<linear>>);
   library.impl("linear_gated", &on_xpu<linear_gated>);
   library.impl("linear_norm", &on_xpu<linear_norm>);
 }

@@ -2,6 +2,7 @@
 #include "kernels/pool.h"
 
 #include "ops/images.h"
+#include "ops/prepared.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -83,8 +84,8 @@ PoolCall pool_call(const PoolArguments& arguments) {
   return call;
 }
 
-void pool(StableIValue* stack, uint64_t, uint64_t) {
-  PoolArguments arguments{Stack(stack)};
+Tensor pool(Stack stack) {
+  PoolArguments arguments{stack};
   Tensor& input = arguments.input;
   const Checked checked{kOp, "input", input};
   check_no_gradient({checked});
@@ -102,8 +103,10 @@ void pool(StableIValue* stack, uint64_t, uint64_t) {
     set_input(&input, &call.input);
     pool_kernel(call);
   }
-  return_tensor(stack, 0, std::move(out));
+  return out;
 }
+
+const ChainableOp chainable("pool", &pool);
 
 }  // namespace
 
@@ -113,7 +116,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
       "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("pool", &pool); }
-STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("pool", &on_xpu<pool>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("pool", &boxed<pool>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("pool", &on_xpu<boxed<pool>>); }
 
 }  // namespace xopt::ops

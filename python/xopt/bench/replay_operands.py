@@ -186,7 +186,7 @@ def _pack_weights(op: str, made: Named, named: Named, generator: torch.Generator
         fill_recurrent(made, named, dtype_of(named["computed in"]))
     elif op in _PACKERS:
         made["packed"] = _PACKERS[op](named, generator)
-    elif op == "conv_chain":
-        raise UnavailableError("a chain is replayed link by link, as profiles of a model have it")
+    elif op == "chain":
+        raise UnavailableError("a chain is replayed call by call, as profiles of a model have it")
     elif any("packed" in name for name in named):
         raise UnavailableError(f"how xopt::{op}'s weights are packed is not known to the bench")

@@ -18,6 +18,7 @@ from xopt import _C
 from xopt.graph.record import Recorder
 from xopt.graph.symbol import CannotRecord
 
+MODULES = "*"  # as an attribute's name in a graph: the list of all modules, by their places
 _SIMPLE = (type(None), bool, int, str, type(Ellipsis))
 
 
@@ -123,6 +124,8 @@ def _statement(node: Node, index: dict[str, int], bound: dict[str, Any]) -> str:
     if node.op == "output":
         return f"return {text(node.args[0])}"
     if node.op == "get_attr":
+        if node.target == MODULES:
+            return f"{node.name} = __modules"
         path, _, name = str(node.target).partition(":")
         place = f"__modules[{index[path]}]"
         if name:

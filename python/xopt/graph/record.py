@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from xopt.graph.signature import fill, is_tensor, signature
-from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, opaque_reads
+from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, named_results, opaque_reads, settings
 
 
 class OtherSizes(Exception):
@@ -152,6 +152,8 @@ class Recorder:
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if function in _CONSTANT_FUNCTIONS:
             return function(*self.examples(args))
+        if function is torch.nn.functional.dropout and kwargs.get("training") is False:
+            return args[0]
         if kwargs.get("inplace") is True:
             return self.in_place(function, *args, **{**kwargs, "inplace": False})
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -247,6 +249,18 @@ class Recorder:
         """What is recorded holds as long as this attribute keeps its value."""
         self.watched.append((holder, name, getattr(holder, name, None)))
 
+    def watch_settings(self) -> None:
+        """The numbers, flags and words among the settings of the modules that have any."""
+        seen: set[int] = set()
+        for module in self.root.modules():
+            holder = next((of(module) for kind, of in settings.items() if isinstance(module, kind)), None)
+            if holder is None or id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            for name, value in vars(holder).items():
+                if value is None or isinstance(value, (bool, int, float, str)):
+                    self.watch(holder, name)
+
     def examples(self, value: Any) -> Any:
         return _map(value, lambda item: item._example if type(item) is Symbol else item)
 
@@ -320,8 +334,21 @@ class Recorder:
         for old, new in self._written:
             if any(user.users for user in set(old.users) - {new}):  # not what the part itself was taken by
                 raise CannotRecord("it writes to a part of a tensor that is used again")
-        _check_result(result)
-        self.graph.output(self._nodes(result))
+        self.graph.output(self._nodes(self._made(result)))
+
+    def _made(self, result: Any) -> Any:
+        """The result with the steps that make its containers, where those are not Python's own."""
+        items = next((items for kind, items in named_results.items() if isinstance(result, kind)), None)
+        if items is not None:
+            named = self._made(items(result))
+            return self.graph.call_function(type(result), (), self._nodes(named))
+        if type(result) in (tuple, list):
+            return type(result)(self._made(item) for item in result)
+        if type(result) is dict:
+            return {name: self._made(item) for name, item in result.items()}
+        if type(result) is not Symbol and not isinstance(result, (type(None), bool, int, float, str)):
+            raise CannotRecord(f"it returns a {type(result).__name__}")
+        return result
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -338,16 +365,6 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 def _described(example: Any) -> Any:
     """Of a tensor only what it looks like: a graph must not keep the recorded call's memory."""
     return Described(example.dtype, tuple(example.shape)) if isinstance(example, torch.Tensor) else example
-
-
-def _check_result(result: Any) -> None:
-    if type(result) in (tuple, list):
-        for item in result:
-            _check_result(item)
-    elif type(result) is dict:
-        _check_result(list(result.values()))
-    elif type(result) is not Symbol and not isinstance(result, (type(None), bool, int, float, str)):
-        raise CannotRecord(f"it returns a {type(result).__name__}")
 
 
 def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
@@ -372,6 +389,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     if changed:
         problem = ChangesItself if settles else CannotRecord
         raise problem(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
+    recorder.watch_settings()
     recorder.finish(result)
     return recorder
 

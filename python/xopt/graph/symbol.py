@@ -30,6 +30,11 @@ OpaqueRule = Callable[..., Any]
 opaque_rules: dict[tuple[type, str], OpaqueRule] = {}
 # What may be read of such an object, by class and attribute: given the object's symbol, what the recorded forward gets.
 opaque_reads: dict[tuple[type, str], Callable[[Any], Any]] = {}
+# Containers that forwards answer in, made of named values: by class, a function that gives those that its class has to
+# be called with to make another. Integrations fill it.
+named_results: dict[type, Callable[[Any], dict[str, Any]]] = {}
+# By class of modules: the object whose attributes tell forwards of such a module what to do. Integrations fill it.
+settings: dict[type, Callable[[Any], Any]] = {}
 
 _CONSTANT_ATTRIBUTES = frozenset(
     {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested"}

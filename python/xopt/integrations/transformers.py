@@ -9,17 +9,33 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, EncoderDecoderCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    EncoderDecoderCache,
+    PreTrainedModel,
+)
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.generic import ModelOutput
 
 from xopt.graph.signature import opaque_states
-from xopt.graph.symbol import CannotRecord, is_symbolic, opaque_reads, opaque_rules, recorder_of
+from xopt.graph.symbol import (
+    CannotRecord,
+    is_symbolic,
+    named_results,
+    opaque_reads,
+    opaque_rules,
+    recorder_of,
+    settings,
+)
 from xopt.integrations import experts  # noqa: F401 - a replacement of its own
 from xopt.modules.attention import attend, can_attend
 from xopt.modules.base import Context, Replacement, own_forward
@@ -195,6 +211,19 @@ opaque_reads[Cache, "__bool__"] = _has_layers
 opaque_reads[Cache, "layers"] = _read("layers")
 for _name in ("keys", "values"):
     opaque_reads[CacheLayerMixin, _name] = _read(_name)
+
+
+# ---- What models answer in -------------------------------------------------------------------------------------------
+
+
+def _items(output: Any) -> dict[str, Any]:
+    if vars(output).keys() - {field.name for field in fields(output)}:
+        raise CannotRecord(f"its {type(output).__name__} has attributes of its own")
+    return dict(output)
+
+
+named_results[ModelOutput] = _items
+settings[PreTrainedModel] = lambda model: model.config
 
 
 class PackedConv1D(Replacement, PackedProduct, Conv1D):

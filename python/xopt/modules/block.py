@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from xopt.config import Config
 from xopt.graph.program import EPOCH, Program, hooked
@@ -22,7 +23,7 @@ from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, recor
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
-from xopt.modules.conv_chain import chain_convolutions
+from xopt.modules.chain import chain_steps
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 from xopt.modules.substitute import run_substituted
 
@@ -31,6 +32,7 @@ _log = logging.getLogger("xopt")
 PROGRAMS = "_xopt_programs"
 _TORCHS_OWN = (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _MOST_MODULES = 64  # a block is small: a whole model as one program would be made anew for each change inside
+_MOST_MODULES_OF_CONVOLUTIONS = 512  # whose network is a few calls then: each is short, Python takes as long between
 _MOST_SIGNATURES = 16
 _MOST_VARIANTS = 4  # of one signature, for sizes that take different branches
 _MOST_FAILURES = 16
@@ -119,7 +121,7 @@ class Programs:
                 raise CannotRecord("its inputs are on a device that there are no kernels for")
             recorder = record(module, forward, args, kwargs)
             fused = apply_patterns(recorder, self.config)
-            chain_convolutions(recorder.graph)
+            chain_steps(recorder.graph)
             program = Program(module, recorder) if fused else None
         except ChangesItself as problem:
             self.problem = str(problem)
@@ -245,4 +247,6 @@ def can_be_block(module: nn.Module) -> bool:
 
 
 def small_enough(module: nn.Module) -> bool:
-    return sum(1 for _ in module.modules()) <= _MOST_MODULES
+    parts = list(module.modules())
+    convolutions, products = (sum(isinstance(part, kind) for part in parts) for kind in (_ConvNd, nn.Linear))
+    return len(parts) <= (_MOST_MODULES_OF_CONVOLUTIONS if convolutions > products else _MOST_MODULES)

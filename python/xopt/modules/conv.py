@@ -12,19 +12,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.fx import Node
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.record import EXAMPLE
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_problem, own_forward, result_dtype
+from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
-from xopt.modules.folded_norm import folded
+from xopt.modules.folded_norm import fold_seen, folded
 from xopt.modules.packed_parameter import PackedParameter, Taps
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
-from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told
+from xopt.modules.product import finished, fused_arguments, is_for_torch, label, plain_parameters, product_problem, told
 from xopt.ops.conv import output_sizes
+from xopt.ops.fakes import FLOATING
 
 _CHANNELS_LAST = "_xopt_channels_last"  # in a module's __dict__: its source's weight had its channels last
 
@@ -232,3 +236,48 @@ def conv(
         return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return run(module, weight, input, bias, pad, **told(after, input, out_dtype, scale=scale, other=other))
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether its geometry is the module's own in all calls, and its weight a parameter."""
+    module: Any = node.args[0]
+    example = module.meta[EXAMPLE]
+    pad: Any = node.kwargs.get("pad", ())
+    is_constant = all(type(amount) is int and amount >= 0 for amount in pad)
+    is_zeros = example.padding_mode == "zeros" and not is_computed(example)
+    return is_zeros and is_constant and node.kwargs.get("out_dtype") in FLOATING
+
+
+@chainable(conv, where=_is_plain)
+def _conv_call(
+    seen: Seen,
+    module: Any,
+    input: Value,
+    *,
+    out_dtype: torch.dtype,
+    norm: tuple[Stored | None, ...] | None = None,
+    eps: float = 0.0,
+    other: Value | None = None,
+    pad: Sequence[int] = (),
+    **after: Any,
+) -> Call | None:
+    weight = packed_weight(module)
+    if weight is None or seen.attribute(module, "padding_mode") != "zeros":
+        return None
+    stride, padding, dilation, groups = (
+        seen.attribute(module, name) for name in ("stride", "padding", "dilation", "groups")
+    )
+    amounts = amounts_of(padding, module.kernel_size, dilation, pad)
+    packed = seen.packed(module, "weight", weight.place.packed)
+    scale, bias = fold_seen(seen, module, norm, eps)
+    arguments = (input, packed, weight.shape, bias, stride, amounts, dilation, groups, scale)
+    geometry = (tuple(module.kernel_size), tuple(stride), amounts, tuple(dilation))
+    return Call(
+        "conv",
+        (*arguments, *fused_arguments(after, other), out_dtype),
+        input,
+        functools.partial(_output_shape, channels=module.out_channels, geometry=geometry),
+        image_dims=weight.dim(),
+        any_layout=computes_channels_last(module),
+        alike=other,
+    )

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from xopt.modules.chain import Seen, Stored
 from xopt.modules.pattern import argument, dtype_of
+from xopt.ops.chain import Given
 from xopt.ops.fakes import FLOATING
 
 _ARGUMENTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
@@ -74,6 +76,17 @@ def folded(
         with torch.no_grad():
             cached = module.__dict__[_FOLDED] = _Folded(sources, eps)
     return cached.scale, cached.shift
+
+
+def fold_seen(
+    seen: Seen, module: nn.Module, norm: tuple[Stored | None, ...] | None, eps: float
+) -> tuple[Given | None, Given | None]:
+    """The same for a chain's call: the operands."""
+    if norm is None:
+        return None, seen.parameter(module, "bias")
+    sources = tuple(seen.stored(each) for each in norm)
+    scale, shift = folded(module, seen.tensor(module, "bias"), sources, eps)
+    return seen.own(scale), seen.own(shift)
 
 
 def norm_of(node: Node) -> dict[str, Any] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, ClassVar
 
 from torch.fx import Graph
 from torch.nn import functional
 
+from xopt.graph.record import expect
 from xopt.modules.conv import conv
 from xopt.modules.conv_transpose import conv_transpose
 from xopt.modules.fused_linear import fuse_activations, fuse_batch_norm, fuse_binary
@@ -74,3 +76,27 @@ class ConvLastActivation(Pattern):
     def rewrite(cls, graph: Graph) -> None:
         for target in _CONVOLUTIONS:
             fuse_activations(graph, target)
+
+
+class KnownSizes(Pattern):
+    """Takes out what a forward expects of a convolution's result (TensorFlow's padding looks at each image), where the
+    same was expected of the image that it came from."""
+
+    stage: ClassVar[int] = 5
+    switch: ClassVar[str] = "fuse_conv"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        known: set[tuple[Any, Any]] = set()
+        for node in list(graph.nodes):
+            if node.target is expect:
+                function, size, _, outcome = node.args
+                if function is operator.eq and outcome is True and is_call(size, "size"):
+                    what: Any = tuple(size.args)
+                    if what in known:
+                        graph.erase_node(node)
+                    known.add(what)
+            elif is_call(node, conv):
+                other = node.kwargs.get("other")  # might be spread over more than the result
+                sizes = [dim for image, dim in known if image is node.args[1]]
+                known |= {(node, dim) for dim in sizes if other is None or (other, dim) in known}

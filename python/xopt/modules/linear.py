@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.fx import Node
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.record import EXAMPLE
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import (
     Context,
@@ -20,14 +22,16 @@ from xopt.modules.base import (
     own_forward,
     result_dtype,
 )
+from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
-from xopt.modules.folded_norm import folded
+from xopt.modules.folded_norm import fold_seen, folded
 from xopt.modules.packed_parameter import PackedParameter, Place
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same
-from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told
+from xopt.modules.product import finished, fused_arguments, is_for_torch, label, plain_parameters, product_problem, told
 from xopt.modules.substitute import are_plain, in_place_of
+from xopt.ops.fakes import FLOATING
 
 _linear = torch.ops.xopt.linear.default
 
@@ -156,3 +160,31 @@ def linear(
         return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return _product(module, place, input, bias, told(after, input, out_dtype, scale=scale, other=other))
+
+
+def _is_plain(node: Node) -> bool:
+    module: Any = node.args[0]
+    return node.kwargs.get("out_dtype") in FLOATING and not is_computed(module.meta[EXAMPLE])
+
+
+@chainable(linear, where=_is_plain)
+def _linear_call(
+    seen: Seen,
+    module: PackedProduct,
+    input: Value,
+    *,
+    out_dtype: torch.dtype,
+    norm: tuple[Stored | None, ...] | None = None,
+    eps: float = 0.0,
+    other: Value | None = None,
+    **after: Any,
+) -> Call | None:
+    place = place_of(weight_of(module))
+    if place is None:
+        return None
+    out_features = seen.attribute(module, "out_features")
+    packed = seen.packed(module, "weight", place.packed)
+    scale, bias = fold_seen(seen, module, norm, eps)
+    fused = fused_arguments(after, other)
+    arguments = (input, packed, out_features, bias, *fused, out_dtype, 1.0, 0, place.first_column, scale)
+    return Call("linear", arguments, input, lambda rows: (*rows[:-1], out_features), alike=other)

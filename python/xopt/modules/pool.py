@@ -6,6 +6,8 @@ that want a gradient, are left to torch.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +19,10 @@ from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward
+from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.pattern import Pattern, calls, dtype_of, replace, step
 from xopt.ops.fakes import FLOATING
+from xopt.ops.pool import pooled_sizes
 
 _DIMS: dict[type[nn.Module], int] = {
     **{nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3},
@@ -69,19 +73,22 @@ def pool(module: Any, input: torch.Tensor) -> torch.Tensor:
     """What a replaced module computes."""
     kind = _kind_of(module)
     assert kind is not None, "a pool of an unknown kind was replaced"
-    window = (module.kernel_size, module.stride, module.padding)
+    dims = _DIMS[kind]
+    result = _pooled(dims, input, *_window_of(module, dims, functools.partial(getattr, module)))
+    return kind.forward(module, input) if result is None else result  # type: ignore[no-any-return]
+
+
+def _window_of(module: Any, dims: int, read: Callable[[str], Any]) -> tuple[str, dict[str, Any]]:
+    """The kind of pooling, and what else the operator is told. `read`: of the module's attributes."""
+    window = (dims, read("kernel_size"), read("stride"), read("padding"), read("ceil_mode"))
     if isinstance(module, _MaxPoolNd):
-        result = _pooled("max", _DIMS[kind], input, *window, module.ceil_mode, dilation=module.dilation)
-    else:
-        counts = (module.count_include_pad, getattr(module, "divisor_override", None))
-        result = _pooled("average", _DIMS[kind], input, *window, module.ceil_mode, *counts)
-    return kind.forward(module, input) if result is None else result
+        return "max", _window(*window, dilation=read("dilation"))
+    divisor = read("divisor_override") if hasattr(module, "divisor_override") else None
+    return "average", _window(*window, read("count_include_pad"), divisor)
 
 
-def _pooled(
-    kind: str,
+def _window(
     dims: int,
-    input: torch.Tensor,
     kernel_size: Any,
     stride: Any,
     padding: Any,
@@ -89,27 +96,44 @@ def _pooled(
     count_include_pad: bool = False,
     divisor: int | None = None,
     dilation: Any = 1,
-) -> torch.Tensor | None:
-    """None: it is left to torch."""
-    fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in FLOATING
-    if not fits or (torch.is_grad_enabled() and input.requires_grad):
-        return None
+) -> dict[str, Any]:
+    """In the order of the operator's schema."""
 
     def numbers(value: Any) -> list[int]:
         given = [value] if isinstance(value, int) else list(value)
         return given * dims if len(given) == 1 else given
 
-    return _pool(  # type: ignore[no-any-return]
-        input,
-        kind,
-        kernel_size=numbers(kernel_size),
-        stride=numbers(stride or kernel_size),
-        padding=numbers(padding),
-        dilation=numbers(dilation),
-        ceil_mode=ceil_mode,
-        count_include_pad=count_include_pad,
-        divisor=divisor or 0,
-    )
+    return {
+        "kernel_size": numbers(kernel_size),
+        "stride": numbers(stride or kernel_size),
+        "padding": numbers(padding),
+        "dilation": numbers(dilation),
+        "ceil_mode": ceil_mode,
+        "count_include_pad": count_include_pad,
+        "divisor": divisor or 0,
+    }
+
+
+def _pooled(dims: int, input: torch.Tensor, kind: str, window: dict[str, Any]) -> torch.Tensor | None:
+    """None: it is left to torch."""
+    fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in FLOATING
+    if not fits or (torch.is_grad_enabled() and input.requires_grad):
+        return None
+    return _pool(input, kind, **window)  # type: ignore[no-any-return]
+
+
+@chainable(pool, where=lambda node: dtype_of(node) in FLOATING)
+def _pool_call(seen: Seen, module: Any, input: Value) -> Call:
+    kind = _kind_of(module)
+    assert kind is not None, "a pool of an unknown kind was replaced"
+    dims = _DIMS[kind]
+    name, window = _window_of(module, dims, functools.partial(seen.attribute, module))
+    sizes = [window[each] for each in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
+
+    def shape(image: Sequence[int]) -> tuple[int, ...]:
+        return (*image[:2], *(int(size) for size in pooled_sizes(image[2:], *sizes)))
+
+    return Call("pool", (input, name, *window.values()), input, shape, image_dims=dims + 2)
 
 
 # ---- Functions in recorded forwards ---------------------------------------------------------------------------------
@@ -140,7 +164,8 @@ def max_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> torch.Tensor:
-    result = _pooled("max", dims, input, kernel_size, stride, padding, ceil_mode, dilation=dilation)
+    window = _window(dims, kernel_size, stride, padding, ceil_mode, dilation=dilation)
+    result = _pooled(dims, input, "max", window)
     if result is not None:
         return result
     return _MAX[dims - 1](input, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
@@ -158,7 +183,7 @@ def average_pool(
     divisor_override: int | None = None,
 ) -> torch.Tensor:
     counts = (ceil_mode, count_include_pad, divisor_override)
-    result = _pooled("average", dims, input, kernel_size, stride, padding, *counts)
+    result = _pooled(dims, input, "average", _window(dims, kernel_size, stride, padding, *counts))
     if result is not None:
         return result
     rest = counts[:2] if dims == 1 else counts

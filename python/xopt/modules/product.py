@@ -64,6 +64,13 @@ def told(
     return options
 
 
+def fused_arguments(after: dict[str, Any], other: Any) -> tuple[Any, ...]:
+    """What operators take for what follows a product, in the order of their schemas."""
+    activation, binary = after.get("activation", "none"), after.get("binary", "none")
+    numbers = float(after.get("alpha", 0.0)), float(after.get("beta", 0.0))
+    return (activation, *numbers, binary, other, after.get("activation_last", False))
+
+
 def label(name: str) -> Callable[[dict[str, Any]], str]:
     """The name in the report of a step that computes `name`, with what is fused into it."""
 

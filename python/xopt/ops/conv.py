@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 
@@ -132,65 +131,6 @@ def _conv(
     named = {"input": input, "packed": packed, "bias": bias, "scale": scale, "other": other}
     check("conv", named, FLOATING)
     return image_output("conv", input, packed, weight_size, stride, padding, dilation, groups, out_dtype or input.dtype)
-
-
-class ChainLink(NamedTuple):
-    """One of a chain's convolutions, and the numbers that tell the operator of it: csrc/ops/conv_chain.cpp."""
-
-    places: Sequence[int]
-    """Of input, packed weight, bias, scale and what is added, among the tensors and then the results; -1: none."""
-    groups: int
-    activation_last: bool
-    out_dtype: torch.dtype
-    weight_size: Sequence[int]
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-
-    def numbers(self) -> list[int]:
-        options = [self.groups, int(self.activation_last), FLOATING.index(self.out_dtype), len(self.stride)]
-        return [*self.places, *options, *self.weight_size, *self.stride, *self.padding, *self.dilation]
-
-    def geometry(self) -> dict[str, Any]:
-        names = ("stride", "padding", "dilation", "groups")
-        return {name: getattr(self, name) for name in names}
-
-
-def links_of(numbers: Sequence[int]) -> Iterator[ChainLink]:
-    rest = list(numbers)
-    while rest:
-        (*places, groups, last, dtype, dims), rest = rest[:9], rest[9:]
-        (size, stride), rest = (rest[: dims + 2], rest[dims + 2 : 2 * dims + 2]), rest[2 * dims + 2 :]
-        padding, dilation, rest = rest[: 2 * dims], rest[2 * dims : 3 * dims], rest[3 * dims :]
-        yield ChainLink(places, groups, bool(last), FLOATING[dtype], size, stride, padding, dilation)
-
-
-@fake_of("conv_chain")
-def _conv_chain(
-    tensors: Sequence[Tensor], links: Sequence[int], parameters: Sequence[float], names: str, wanted: Sequence[int]
-) -> list[Tensor]:
-    values: list[Any] = list(tensors)
-    for link in links_of(links):
-        operands: list[Any] = [None if place == -1 else values[place] for place in link.places]
-        input, packed, bias, scale, other = operands
-        options: dict[str, Any] = {**link.geometry(), "scale": scale, "other": other, "out_dtype": link.out_dtype}
-        values.append(_conv(input, packed, link.weight_size, bias, **options))
-    return [values[len(tensors) + result] for result in wanted]
-
-
-@cost_of("conv_chain", category="conv", kernel="conv")
-def _conv_chain_work(
-    tensors: Sequence[Shape], links: Sequence[int], parameters: Sequence[float], names: str, wanted: Sequence[int]
-) -> Work:
-    shapes, flop, sizes = list(tensors), 0, []
-    for link in links_of(links):
-        input, packed = shapes[link.places[0]], shapes[link.places[1]]
-        work = conv_work(input, packed, link.weight_size, **link.geometry())
-        spatial = output_sizes(input[2:], link.weight_size[2:], link.stride, link.padding, link.dilation)
-        shapes.append([input[0], link.weight_size[0], *(int(size) for size in spatial)])
-        flop += work.flop
-        sizes.append(work.size)
-    return Work("; ".join(sizes), flop)
 
 
 @cost_of("conv", category="conv", kernel="conv")

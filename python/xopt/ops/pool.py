@@ -16,6 +16,19 @@ def _output_size(size: Size, kernel: int, stride: int, padding: int, dilation: i
     return out - 1 if (out - 1) * stride >= size + padding else out
 
 
+def pooled_sizes(
+    sizes: Sequence[Size],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> list[Size]:
+    """Of the spatial dimensions."""
+    each = zip(sizes, kernel_size, stride, padding, dilation, strict=True)
+    return [_output_size(*one, ceil_mode) for one in each]
+
+
 @fake_of("pool")
 def _pool(
     input: Tensor,
@@ -34,8 +47,7 @@ def _pool(
         raise RuntimeError(
             f"xopt::pool: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
         )
-    each = zip(input.shape[2:], kernel_size, stride, padding, dilation, strict=True)
-    spatial = [_output_size(*one, ceil_mode) for one in each]
+    spatial = pooled_sizes(input.shape[2:], kernel_size, stride, padding, dilation, ceil_mode)
     return input.new_empty((input.shape[0], *spatial, input.shape[1])).movedim(-1, 1)
 
 

@@ -1,0 +1,133 @@
+#include "bindings/operands.h"
+
+#include <utility>
+
+#include "bindings/attributes.h"
+
+namespace py = pybind11;
+
+namespace xopt {
+namespace {
+
+constexpr long long kAnyVersion = -1;
+
+// Keys of dictionaries, made once and kept: they live as long as the interpreter.
+struct Names {
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* buffers = PyUnicode_InternFromString("_buffers");
+  PyObject* place = PyUnicode_InternFromString("place");
+  PyObject* version = PyUnicode_InternFromString("_version");
+};
+
+const Names& names() {
+  static const Names all;
+  return all;
+}
+
+// A module's parameter or buffer, borrowed; null where there is none, and None where it is that.
+PyObject* tensor_of(PyObject* attributes, const py::str& name) {
+  for (PyObject* kind : {names().parameters, names().buffers}) {
+    PyObject* stored = find(attributes, kind);
+    PyObject* tensor = stored == nullptr ? nullptr : find(stored, name.ptr());
+    if (tensor != nullptr) return tensor;
+  }
+  return nullptr;
+}
+
+bool has_version(PyObject* tensor, long long expected) {
+  if (expected == kAnyVersion) return true;
+  const auto version = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, names().version));
+  if (!version) throw py::error_already_set();
+  return PyLong_AsLongLong(version.ptr()) == expected;
+}
+
+// What a packed parameter lies in: its `place` is a tuple that begins with it. Null for other parameters.
+PyObject* packed_of(PyObject* parameter) {
+  if (parameter == nullptr || parameter == Py_None) return nullptr;
+  PyObject* place = find(attributes_of(parameter).ptr(), names().place);
+  return place != nullptr && PyTuple_Check(place) && PyTuple_GET_SIZE(place) > 0 ? PyTuple_GET_ITEM(place, 0) : nullptr;
+}
+
+bool is_expected(const py::object& expected, PyObject* found) {
+  if (expected.is_none()) return found == nullptr || found == Py_None;
+  return found != nullptr && refers_to(py::reinterpret_borrow<py::weakref>(expected), found);
+}
+
+}  // namespace
+
+void Operands::expect_attribute(size_t place, py::str name, py::object value) {
+  entries_.push_back({Kind::attribute, place, std::move(name), std::move(value), kAnyVersion, false});
+}
+
+void Operands::expect_tensor(size_t place, py::str name, const py::object& tensor, long long version) {
+  add_tensor(Kind::tensor, place, std::move(name), tensor, version, false);
+}
+
+void Operands::take_tensor(size_t place, py::str name, const py::object& tensor) {
+  add_tensor(Kind::tensor, place, std::move(name), tensor, kAnyVersion, true);
+}
+
+void Operands::take_packed(size_t place, py::str name, const py::object& packed) {
+  add_tensor(Kind::packed, place, std::move(name), packed, kAnyVersion, true);
+}
+
+void Operands::take(py::object tensor) {
+  entries_.push_back({Kind::own, 0, py::str(), std::move(tensor), kAnyVersion, true});
+  ++taken_;
+}
+
+void Operands::add_tensor(Kind kind, size_t place, py::str name, const py::object& tensor, long long version,
+                          bool is_taken) {
+  py::object expected = py::none();
+  if (!tensor.is_none()) expected = py::weakref(tensor);
+  entries_.push_back({kind, place, std::move(name), std::move(expected), version, is_taken});
+  taken_ += is_taken ? 1 : 0;
+}
+
+py::object Operands::gather(const py::list& modules, const py::tuple& tensors) const {
+  py::list gathered(tensors.size() + taken_);
+  size_t next = 0;
+  const auto put = [&](PyObject* tensor) {
+    Py_INCREF(tensor);
+    PyList_SET_ITEM(gathered.ptr(), static_cast<Py_ssize_t>(next++), tensor);
+  };
+  for (const py::handle tensor : tensors) put(tensor.ptr());
+  py::object attributes;
+  PyObject* module = nullptr;
+  for (const Entry& entry : entries_) {
+    if (entry.kind == Kind::own) {
+      put(entry.expected.ptr());
+      continue;
+    }
+    if (entry.place >= modules.size()) throw py::index_error("Operands: an operand of no module");
+    PyObject* own = PyList_GET_ITEM(modules.ptr(), static_cast<Py_ssize_t>(entry.place));
+    if (own != module) {  // those of a module follow each other
+      attributes = attributes_of(own);
+      module = own;
+    }
+    if (entry.kind == Kind::attribute) {
+      if (!has(attributes.ptr(), entry.name, entry.expected)) return py::none();
+      continue;
+    }
+    PyObject* found = tensor_of(attributes.ptr(), entry.name);
+    if (entry.kind == Kind::packed) found = packed_of(found);
+    if (!is_expected(entry.expected, found)) return py::none();
+    if (found != nullptr && found != Py_None && !has_version(found, entry.version)) return py::none();
+    if (entry.is_taken) put(found);
+  }
+  return gathered;
+}
+
+void bind_operands(const py::module_& m) {
+  py::class_<Operands>(m, "Operands")
+      .def(py::init<>())
+      .def("expect_attribute", &Operands::expect_attribute, py::arg("place"), py::arg("name"), py::arg("value"))
+      .def("expect_tensor", &Operands::expect_tensor, py::arg("place"), py::arg("name"), py::arg("tensor"),
+           py::arg("version"))
+      .def("take_tensor", &Operands::take_tensor, py::arg("place"), py::arg("name"), py::arg("tensor"))
+      .def("take_packed", &Operands::take_packed, py::arg("place"), py::arg("name"), py::arg("packed"))
+      .def("take", &Operands::take, py::arg("tensor"))
+      .def("gather", &Operands::gather, py::arg("modules"), py::arg("tensors"));
+}
+
+}  // namespace xopt

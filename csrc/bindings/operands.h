@@ -1,0 +1,50 @@
+// The tensors that prepared calls take from modules, gathered for each call of theirs, as long as nothing that the calls
+// were prepared for has changed.
+//
+// Tensors are referred to weakly: who replaces a weight gets the old one's memory back at once.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <vector>
+
+namespace xopt {
+
+class Operands {
+ public:
+  // An attribute of a module, by the module's place in the list that `gather` is given, has to compare equal to this.
+  void expect_attribute(size_t place, pybind11::str name, pybind11::object value);
+  // A module's parameter or buffer has to be this very tensor, with this number of changes; None: there has to be none.
+  void expect_tensor(size_t place, pybind11::str name, const pybind11::object& tensor, long long version);
+  // The next operand is a module's parameter, which has to be this very tensor.
+  void take_tensor(size_t place, pybind11::str name, const pybind11::object& tensor);
+  // The next operand is what a module's packed parameter lies in, which has to be this very tensor.
+  void take_packed(size_t place, pybind11::str name, const pybind11::object& packed);
+  // The next operand is this tensor.
+  void take(pybind11::object tensor);
+
+  // The given tensors and after them the operands; None where something has changed.
+  pybind11::object gather(const pybind11::list& modules, const pybind11::tuple& tensors) const;
+
+ private:
+  enum class Kind { attribute, tensor, packed, own };
+  struct Entry {
+    Kind kind;
+    size_t place;
+    pybind11::str name;
+    pybind11::object expected;  // of tensors of a module a weak reference
+    long long version;          // -1: any
+    bool is_taken;
+  };
+
+  void add_tensor(Kind kind, size_t place, pybind11::str name, const pybind11::object& tensor, long long version,
+                  bool is_taken);
+
+  std::vector<Entry> entries_;
+  size_t taken_ = 0;
+};
+
+void bind_operands(const pybind11::module_& m);
+
+}  // namespace xopt
