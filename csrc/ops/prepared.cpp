@@ -1,9 +1,10 @@
 // See prepared.h. Here is also how a stack takes its arguments from a prepared call.
 #include "ops/prepared.h"
 
-#include <cstdlib>
+#include <charconv>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <unordered_map>
 
 #include "ops/check.h"
@@ -34,23 +35,17 @@ std::string_view take(std::string_view* text, char separator) {
   return taken;
 }
 
-// False where it is no whole number, or more than that.
-bool read_integer(std::string_view text, int64_t* value) {
-  const std::string own(text);
-  char* end = nullptr;
-  *value = std::strtoll(own.c_str(), &end, 10);
-  return !own.empty() && *end == '\0';
-}
-
-bool read_number(const std::string& text, double* value) {
-  char* end = nullptr;
-  *value = std::strtod(text.c_str(), &end);
-  return !text.empty() && *end == '\0';
+// False where the text is no such number, or more than one. By std::from_chars, to which the locale is nothing.
+template <class Number>
+bool read(std::string_view text, Number* value) {
+  const char* end = text.data() + text.size();
+  const std::from_chars_result found = std::from_chars(text.data(), end, *value);
+  return found.ec == std::errc() && found.ptr == end;
 }
 
 size_t read_place(std::string_view token, size_t count, const char* what) {
   int64_t place = -1;
-  if (!read_integer(token.substr(1), &place) || place < 0 || place >= static_cast<int64_t>(count)) {
+  if (!read(token.substr(1), &place) || place < 0 || place >= static_cast<int64_t>(count)) {
     fail_calls("expected ", what, " below ", count, ", got ", token);
   }
   return static_cast<size_t>(place);
@@ -69,7 +64,7 @@ void read_integers(std::string_view token, Integers* integers) {
   if (good) items.remove_suffix(1);
   while (good && !items.empty()) {
     int64_t value = 0;
-    good = read_integer(take(&items, ','), &value);
+    good = read(take(&items, ','), &value);
     integers->add(value);
   }
   if (!good) fail_calls("expected a list of integers, got ", token);
@@ -93,9 +88,9 @@ PreparedArgument read_argument(std::string_view token, size_t results) {
   } else if (token == "true" || token == "false") {
     argument.kind = Kind::boolean;
     argument.integer = token == "true" ? 1 : 0;
-  } else if (read_integer(token, &argument.integer)) {
+  } else if (read(token, &argument.integer)) {
     argument.kind = Kind::integer;
-  } else if (read_number(argument.word, &argument.number)) {
+  } else if (read(token, &argument.number)) {
     argument.kind = Kind::number;
   } else {
     argument.kind = Kind::word;
