@@ -75,7 +75,7 @@ def pool(module: Any, input: torch.Tensor) -> torch.Tensor:
     assert kind is not None, "a pool of an unknown kind was replaced"
     dims = _DIMS[kind]
     result = _pooled(dims, input, *_window_of(module, dims, functools.partial(getattr, module)))
-    return kind.forward(module, input) if result is None else result  # type: ignore[no-any-return]
+    return kind.forward(module, input) if result is None else result
 
 
 def _window_of(module: Any, dims: int, read: Callable[[str], Any]) -> tuple[str, dict[str, Any]]:
