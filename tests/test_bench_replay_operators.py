@@ -125,6 +125,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "matmul": lambda: ops.matmul(torch.randn(2, 5, 64), torch.randn(64, 48), torch.randn(48), alpha=0.5),
     "packed_rows": packed_rows,
+    "adaptive_pool": lambda: ops.adaptive_pool(image(2, 8, 7, 6), "max", [3, 1]),
+    "adaptive_pool, average": lambda: ops.adaptive_pool(image(2, 8, 7, 6), "average", [1, 1]),
     "pool": lambda: pool("max"),
     "pool, average": lambda: pool("average"),
     "qconv": lambda: qconv(1),

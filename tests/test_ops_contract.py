@@ -26,6 +26,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 N, K = 40, 24
 
 SCHEMAS = {
+    "adaptive_pool": "adaptive_pool(Tensor input, str kind, int[] output_size) -> Tensor",
     "conv": "conv(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, int[] stride, int[] padding, "
     'int[] dilation, int groups=1, Tensor? scale=None, str activation="none", float alpha=0., float beta=0., '
     'str binary="none", Tensor? other=None, bool activation_last=False, ScalarType? out_dtype=None) -> Tensor',
@@ -241,6 +242,14 @@ def samples_pool() -> Iterator[Call]:
         yield (x, "max"), geometry | {"ceil_mode": ceil_mode}
         yield (x.movedim(1, -1).contiguous().movedim(-1, 1), "average"), geometry | {"count_include_pad": False}
         yield (x[:0], "average"), geometry | {"divisor": 3}
+
+
+def samples_adaptive_pool() -> Iterator[Call]:
+    for dtype, dims in itertools.product(FLOATS, (1, 2, 3)):
+        x = random(2, 5, *(6, 7, 5)[:dims], dtype=dtype)
+        yield (x, "max", [1] * dims), {}
+        yield (x.movedim(1, -1).contiguous().movedim(-1, 1), "average", [3, 8, 2][:dims]), {}
+        yield (x[:0], "average", [2] * dims), {}
 
 
 def samples_group_norm() -> Iterator[Call]:

@@ -51,7 +51,7 @@ def run_family(name: str, count: int = CASES, dtype: str | None = None) -> None:
 
 
 LINEAR = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
-IMAGES = ("conv", "group_norm", "pool", "upsample")
+IMAGES = ("conv", "group_norm", "pool", "adaptive_pool", "upsample")
 
 
 @pytest.mark.parametrize("name", [*LINEAR, *IMAGES, "norm", "softmax", "rotary", "attention"])

@@ -22,7 +22,7 @@ needs_sycl = pytest.mark.skipif(
     not sycl.available(), reason="NOT RUN: operators on tensors of device xpu, since the SYCL runtime is not installed"
 )
 LINEAR = {"linear", "linear_gated", "linear_norm", "linear_weight_only", "qlinear"}
-IMAGES = {"chain", "conv", "group_norm", "pool", "upsample"}
+IMAGES = {"adaptive_pool", "chain", "conv", "group_norm", "pool", "upsample"}
 ON_XPU = LINEAR | IMAGES | {"attention", "layer_norm", "rms_norm", "rotary", "softmax"}
 
 

@@ -25,13 +25,19 @@ struct Max {
     // Comparisons lose a NaN; a product with zero keeps it, if infinities are kept out.
     nan = fma(min(set1(3.4028235e38F), abs(x)), set1(0.0F), nan);
   }
+  XOPT_INLINE void end_line() {}
   XOPT_INLINE F result(F) const { return add(value, nan); }
 };
 
 struct Average {
   F value = set1(0.0F);
+  F line = set1(0.0F);  // sums of sums, since one of a whole image's values would round as often as there are values
 
-  XOPT_INLINE void take(F x) { value = add(value, x); }
+  XOPT_INLINE void take(F x) { line = add(line, x); }
+  XOPT_INLINE void end_line() {
+    value = add(value, line);
+    line = set1(0.0F);
+  }
   XOPT_INLINE F result(F divisor) const { return div(value, divisor); }
 };
 
@@ -46,6 +52,8 @@ XOPT_INLINE void reduce(const T* first, const PoolWindow* windows, const int64_t
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) sums[n].take(load_first(x + n * kWidth, count));
       }
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[n].end_line();
     }
   }
 #pragma GCC unroll 4

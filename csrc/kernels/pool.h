@@ -15,6 +15,7 @@ struct PoolCall {
   int64_t padding_after[3];  // average: counted as part of the input
   bool counts_padding;       // average: zeros of the padding count as values
   int64_t divisor;           // average: instead of the number of values; 0: none given
+  bool adaptive;             // windows cover the input as evenly as they can, whatever strides and paddings are
   void* out;                 // [images, positions, channels], contiguous
 };
 
@@ -27,6 +28,11 @@ struct PoolWindow {
 // Of internal linkage: every level compiles its own, and so do device sources.
 static inline PoolWindow pool_window(const PoolCall& call, int dim, int64_t position) {
   const PatchesView& v = call.input;
+  if (call.adaptive) {
+    const int64_t first = position * v.in[dim] / v.out[dim];
+    const int64_t count = ((position + 1) * v.in[dim] + v.out[dim] - 1) / v.out[dim] - first;
+    return {first, count, count};
+  }
   const int64_t begin = position * v.stride[dim] - v.padding[dim], dilation = v.dilation[dim];
   const int64_t skipped = begin < 0 ? (-begin + dilation - 1) / dilation : 0;
   const int64_t inside = v.in[dim] - begin <= 0 ? 0 : (v.in[dim] - begin + dilation - 1) / dilation;

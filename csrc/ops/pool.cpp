@@ -1,14 +1,17 @@
-// xopt::pool: max and average pooling over 1 to 3 spatial dimensions, with the channels last in memory.
+// xopt::pool and xopt::adaptive_pool: max and average pooling over 1 to 3 spatial dimensions, with the channels last in
+// memory. The latter's windows are as many as the caller wants.
 #include "kernels/pool.h"
 
 #include "ops/images.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
+#include "tiles/layout.h"
 
 namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "pool";
+constexpr const char* kAdaptive = "adaptive_pool";
 constexpr NamedValue<Pool> kKinds[] = {{"max", Pool::max}, {"average", Pool::average}};
 
 Kernel<PoolFn> pool_kernel("pool", "f32");
@@ -84,29 +87,71 @@ PoolCall pool_call(const PoolArguments& arguments) {
   return call;
 }
 
-Tensor pool(Stack stack) {
-  PoolArguments arguments{stack};
-  Tensor& input = arguments.input;
-  const Checked checked{kOp, "input", input};
-  check_no_gradient({checked});
-  checked.in_place();
-  const DType dtype = checked.dtype(kFloating);
-  if (input.dims() < 3 || input.dims() > 5) {
-    checked.fail("expected 3 to 5 dimensions [images, channels, spatial...], got shape ", input.shape_text());
+DType check_input(const Checked& input) {
+  check_no_gradient({input});
+  input.in_place();
+  const DType dtype = input.dtype(kFloating);
+  if (input.tensor.dims() < 3 || input.tensor.dims() > 5) {
+    input.fail("expected 3 to 5 dimensions [images, channels, spatial...], got shape ", input.tensor.shape_text());
   }
-  PoolCall call = pool_call(arguments);
-  int64_t sizes[5] = {call.images, call.input.channels};
-  for (int64_t i = 2; i < input.dims(); ++i) sizes[i] = call.input.out[5 - input.dims() + i - 2];
-  Tensor out = Tensor::empty_channels_last(sizes, input.dims(), dtype);
-  call.out = out.mutable_data();
+  return dtype;
+}
+
+// The output of a call whose output positions are known.
+Tensor pooled(Tensor* input, DType dtype, PoolCall* call) {
+  int64_t sizes[5] = {call->images, call->input.channels};
+  for (int64_t i = 2; i < input->dims(); ++i) sizes[i] = call->input.out[5 - input->dims() + i - 2];
+  Tensor out = Tensor::empty_channels_last(sizes, input->dims(), dtype);
+  call->out = out.mutable_data();
   if (out.numel() > 0) {
-    set_input(&input, &call.input);
-    pool_kernel(call);
+    set_input(input, &call->input);
+    pool_kernel(*call);
   }
   return out;
 }
 
+Tensor pool(Stack stack) {
+  PoolArguments arguments{stack};
+  const DType dtype = check_input({kOp, "input", arguments.input});
+  PoolCall call = pool_call(arguments);
+  return pooled(&arguments.input, dtype, &call);
+}
+
 const ChainableOp chainable("pool", &pool);
+
+struct AdaptiveArguments {
+  explicit AdaptiveArguments(Stack stack)
+      : input(stack.tensor()), kind(stack.string()), output_size(stack.integers()) {}
+
+  Tensor input;
+  String kind;
+  Integers output_size;
+};
+
+Tensor adaptive_pool(Stack stack) {
+  AdaptiveArguments arguments{stack};
+  Tensor& input = arguments.input;
+  const DType dtype = check_input({kAdaptive, "input", input});
+  const int64_t dims = input.dims() - 2;
+  check_integers(kAdaptive, "output_size", arguments.output_size, dims, 1);
+  PoolCall call{};
+  call.kind = parse_name(kAdaptive, "kind", arguments.kind.text(), kKinds);
+  call.images = input.size(0);
+  call.input.channels = input.size(1);
+  call.adaptive = true;
+  for (int64_t i = 0; i < dims; ++i) {
+    const int64_t at = 3 - dims + i, size = input.size(2 + i), out = arguments.output_size[i];
+    if (size < 1) {
+      fail(kAdaptive, "input", "expected elements along spatial dimension ", i, ", got shape ", input.shape_text());
+    }
+    call.input.in[at] = size;
+    call.input.out[at] = out;
+    call.input.kernel[at] = ceil_div(size, out);
+  }
+  return pooled(&input, dtype, &call);
+}
+
+const ChainableOp chainable_adaptive("adaptive_pool", &adaptive_pool);
 
 }  // namespace
 
@@ -114,9 +159,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
       "pool(Tensor input, str kind, *, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
       "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor");
+  library.def("adaptive_pool(Tensor input, str kind, int[] output_size) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("pool", &boxed<pool>); }
-STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("pool", &on_xpu<boxed<pool>>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
+  library.impl("pool", &boxed<pool>);
+  library.impl("adaptive_pool", &boxed<adaptive_pool>);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
+  library.impl("pool", &on_xpu<boxed<pool>>);
+  library.impl("adaptive_pool", &on_xpu<boxed<adaptive_pool>>);
+}
 
 }  // namespace xopt::ops

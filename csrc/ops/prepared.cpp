@@ -38,8 +38,9 @@ std::string_view take(std::string_view* text, char separator) {
 // False where the text is no such number, or more than one. By std::from_chars, to which the locale is nothing.
 template <class Number>
 bool read(std::string_view text, Number* value) {
-  const char* end = text.data() + text.size();
-  const std::from_chars_result found = std::from_chars(text.data(), end, *value);
+  const char* begin = text.data();
+  const char* end = begin + text.size();
+  const std::from_chars_result found = std::from_chars(begin, end, *value);
   return found.ec == std::errc() && found.ptr == end;
 }
 

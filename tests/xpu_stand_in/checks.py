@@ -21,7 +21,8 @@ xpu_stand_in.start()
 to_xpu = xpu_stand_in.to_xpu
 ops = torch.ops.xopt
 
-FAMILIES = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only", "conv", "group_norm", "pool", "upsample")
+PRODUCTS = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
+FAMILIES = (*PRODUCTS, "conv", "group_norm", "pool", "adaptive_pool", "upsample")
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "norm", "softmax", "rotary", "attention"])

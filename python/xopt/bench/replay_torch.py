@@ -76,6 +76,14 @@ def _pool(named: Named) -> Tensor:
     return mean(values, *sizes, *counts, named.get("divisor") or None)  # type: ignore[no-any-return]
 
 
+def _adaptive_pool(named: Named) -> Tensor:
+    dims = named["input"].dim() - 2
+    largest = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
+    mean = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+    function: Any = (largest if named["kind"] == "max" else mean)[dims - 1]
+    return function(named["input"], named["output_size"])  # type: ignore[no-any-return]
+
+
 def _upsample(named: Named) -> Tensor:
     values, mode = named["input"], named["mode"].replace("_", "-")
     if mode != "linear":
@@ -114,6 +122,7 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
     "pool": _pool,
+    "adaptive_pool": _adaptive_pool,
     "upsample": _upsample,
     "window_partition": _window_partition,
     "window_merge": _window_merge,

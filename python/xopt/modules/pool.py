@@ -7,7 +7,7 @@ that want a gradient, are left to torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,16 +31,21 @@ _DIMS: dict[type[nn.Module], int] = {
 _pool = torch.ops.xopt.pool.default
 
 
-def _kind_of(module: nn.Module) -> type[nn.Module] | None:
-    return next((kind for kind in _DIMS if isinstance(module, kind)), None)
+def kind_of(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> type[nn.Module] | None:
+    return next((kind for kind in kinds if isinstance(module, kind)), None)
 
 
-class _ImagePool(nn.Module):
-    """What the replacements of both kinds do."""
+class ImagePool(nn.Module):
+    """What the replacements of layers that pool images have in common."""
+
+    kinds: ClassVar[Iterable[type[nn.Module]]]
+    """Torch's classes with a kernel."""
+    compute: ClassVar[Callable[..., torch.Tensor]]
+    """The step of a program: of the module and its input."""
 
     @classmethod
     def why_not(cls, module: Any, context: Context) -> str | None:
-        kind = _kind_of(module)
+        kind = kind_of(module, cls.kinds)
         if kind is None:
             return "it has no kernel of its own"
         if own_forward(module, kind):
@@ -55,23 +60,19 @@ class _ImagePool(nn.Module):
     def forward(self, input: Any) -> torch.Tensor:
         if type(input) is Symbol:
             symbol: Any = input
-            return recorder_of(symbol).call_module(self, pool, symbol)  # type: ignore[no-any-return]
-        return pool(self, input)
+            return recorder_of(symbol).call_module(self, self.compute, symbol)  # type: ignore[no-any-return]
+        return self.compute(self, input)
 
 
-class MaxPool(_ImagePool, Replacement, _MaxPoolNd):
-    source: ClassVar[type[nn.Module]] = _MaxPoolNd
-    switch: ClassVar[str] = "pool_images"
-
-
-class AveragePool(_ImagePool, Replacement, _AvgPoolNd):
-    source: ClassVar[type[nn.Module]] = _AvgPoolNd
-    switch: ClassVar[str] = "pool_images"
+def for_kernel(input: torch.Tensor, dims: int) -> bool:
+    """Whether the operators take it."""
+    fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in FLOATING
+    return fits and not (torch.is_grad_enabled() and input.requires_grad)
 
 
 def pool(module: Any, input: torch.Tensor) -> torch.Tensor:
     """What a replaced module computes."""
-    kind = _kind_of(module)
+    kind = kind_of(module, _DIMS)
     assert kind is not None, "a pool of an unknown kind was replaced"
     dims = _DIMS[kind]
     result = _pooled(dims, input, *_window_of(module, dims, functools.partial(getattr, module)))
@@ -116,15 +117,12 @@ def _window(
 
 def _pooled(dims: int, input: torch.Tensor, kind: str, window: dict[str, Any]) -> torch.Tensor | None:
     """None: it is left to torch."""
-    fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in FLOATING
-    if not fits or (torch.is_grad_enabled() and input.requires_grad):
-        return None
-    return _pool(input, kind, **window)  # type: ignore[no-any-return]
+    return _pool(input, kind, **window) if for_kernel(input, dims) else None
 
 
 @chainable(pool, where=lambda node: dtype_of(node) in FLOATING)
 def _pool_call(seen: Seen, module: Any, input: Value) -> Call:
-    kind = _kind_of(module)
+    kind = kind_of(module, _DIMS)
     assert kind is not None, "a pool of an unknown kind was replaced"
     dims = _DIMS[kind]
     name, window = _window_of(module, dims, functools.partial(seen.attribute, module))
@@ -134,6 +132,20 @@ def _pool_call(seen: Seen, module: Any, input: Value) -> Call:
         return (*image[:2], *(int(size) for size in pooled_sizes(image[2:], *sizes)))
 
     return Call("pool", (input, name, *window.values()), input, shape, image_dims=dims + 2)
+
+
+class MaxPool(ImagePool, Replacement, _MaxPoolNd):
+    source: ClassVar[type[nn.Module]] = _MaxPoolNd
+    switch: ClassVar[str] = "pool_images"
+    kinds = _DIMS
+    compute = staticmethod(pool)
+
+
+class AveragePool(ImagePool, Replacement, _AvgPoolNd):
+    source: ClassVar[type[nn.Module]] = _AvgPoolNd
+    switch: ClassVar[str] = "pool_images"
+    kinds = _DIMS
+    compute = staticmethod(pool)
 
 
 # ---- Functions in recorded forwards ---------------------------------------------------------------------------------

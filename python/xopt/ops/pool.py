@@ -1,4 +1,4 @@
-"""The fake of pooling."""
+"""The fakes of pooling."""
 
 from __future__ import annotations
 
@@ -42,15 +42,33 @@ def _pool(
     count_include_pad: bool = True,
     divisor: int = 0,
 ) -> Tensor:
-    check("pool", {"input": input}, FLOATING)
+    _check("pool", input)
+    return _empty(input, pooled_sizes(input.shape[2:], kernel_size, stride, padding, dilation, ceil_mode))
+
+
+@fake_of("adaptive_pool")
+def _adaptive_pool(input: Tensor, kind: str, output_size: Sequence[int]) -> Tensor:
+    _check("adaptive_pool", input)
+    return _empty(input, output_size)
+
+
+def _check(op: str, input: Tensor) -> None:
+    check(op, {"input": input}, FLOATING)
     if not 3 <= input.dim() <= 5:
         raise RuntimeError(
-            f"xopt::pool: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
+            f"xopt::{op}: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
         )
-    spatial = pooled_sizes(input.shape[2:], kernel_size, stride, padding, dilation, ceil_mode)
+
+
+def _empty(input: Tensor, spatial: Sequence[Size]) -> Tensor:
     return input.new_empty((input.shape[0], *spatial, input.shape[1])).movedim(-1, 1)
 
 
 @cost_of("pool", category="reduction", kernel="pool")
 def _pool_work(input: Shape, kind: str, *, kernel_size: Sequence[int], **options: object) -> Work:
     return Work(f"{joined(input)}, {joined(kernel_size)}")
+
+
+@cost_of("adaptive_pool", category="reduction", kernel="pool")
+def _adaptive_pool_work(input: Shape, kind: str, output_size: Sequence[int]) -> Work:
+    return Work(f"{joined(input)}, to {joined(output_size)}")

@@ -1,0 +1,122 @@
+"""Pooling to a given size, of which most is one pixel, where images have their channels last in memory, on
+`torch.ops.xopt.adaptive_pool`.
+
+Modules are replaced, and calls of torch's functions are found in recorded forwards. Images in another layout, and those
+that want a gradient, are left to torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.nn import functional
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd
+
+from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.record import EXAMPLE
+from xopt.modules.base import Replacement
+from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.pattern import Pattern, calls, dtype_of, replace, step
+from xopt.modules.pool import ImagePool, for_kernel, kind_of
+from xopt.ops.fakes import FLOATING
+
+_DIMS: dict[type[nn.Module], int] = {
+    **{nn.AdaptiveMaxPool1d: 1, nn.AdaptiveMaxPool2d: 2, nn.AdaptiveMaxPool3d: 3},
+    **{nn.AdaptiveAvgPool1d: 1, nn.AdaptiveAvgPool2d: 2, nn.AdaptiveAvgPool3d: 3},
+}
+_adaptive_pool = torch.ops.xopt.adaptive_pool.default
+
+
+def _name_of(module: nn.Module) -> str:
+    return "max" if isinstance(module, _AdaptiveMaxPoolNd) else "average"
+
+
+def adaptive_pool(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """What a replaced module computes."""
+    kind = kind_of(module, _DIMS)
+    assert kind is not None, "a pool of an unknown kind was replaced"
+    result = _pooled(_DIMS[kind], input, _name_of(module), module.output_size)
+    return kind.forward(module, input) if result is None else result
+
+
+def _pooled(dims: int, input: torch.Tensor, kind: str, output_size: Any) -> torch.Tensor | None:
+    """None: it is left to torch."""
+    if output_size is None or not for_kernel(input, dims):
+        return None
+    wanted = _numbers(dims, output_size)
+    sizes = [own if each is None else each for own, each in zip(input.shape[2:], wanted, strict=False)]
+    if len(wanted) != dims or min(*sizes, *input.shape[2:]) < 1:
+        return None
+    return _adaptive_pool(input, kind, sizes)  # type: ignore[no-any-return]
+
+
+def _numbers(dims: int, output_size: Any) -> list[int | None]:
+    """One a dimension; None: as many as the input has."""
+    given = list(output_size) if isinstance(output_size, (tuple, list)) else [output_size]
+    return given * dims if len(given) == 1 else given
+
+
+def _has_numbers(node: Node) -> bool:
+    module: Any = node.args[0]
+    kind = kind_of(module.meta[EXAMPLE], _DIMS)
+    sizes = _numbers(_DIMS[kind], module.meta[EXAMPLE].output_size) if kind is not None else [None]
+    return dtype_of(node) in FLOATING and all(type(size) is int and size > 0 for size in sizes)
+
+
+@chainable(adaptive_pool, where=_has_numbers)
+def _adaptive_pool_call(seen: Seen, module: Any, input: Value) -> Call | None:
+    kind = kind_of(module, _DIMS)
+    assert kind is not None, "a pool of an unknown kind was replaced"
+    dims = _DIMS[kind]
+    sizes = _numbers(dims, seen.attribute(module, "output_size"))
+    if len(sizes) != dims or not all(type(size) is int and size > 0 for size in sizes):
+        return None
+    arguments = (input, _name_of(module), sizes)
+    return Call("adaptive_pool", arguments, input, lambda image: (*image[:2], *sizes), image_dims=dims + 2)  # type: ignore[arg-type]
+
+
+class AdaptiveMaxPool(ImagePool, Replacement, _AdaptiveMaxPoolNd):
+    source: ClassVar[type[nn.Module]] = _AdaptiveMaxPoolNd
+    switch: ClassVar[str] = "pool_images"
+    kinds = _DIMS
+    compute = staticmethod(adaptive_pool)
+
+
+class AdaptiveAveragePool(ImagePool, Replacement, _AdaptiveAvgPoolNd):
+    source: ClassVar[type[nn.Module]] = _AdaptiveAvgPoolNd
+    switch: ClassVar[str] = "pool_images"
+    kinds = _DIMS
+    compute = staticmethod(adaptive_pool)
+
+
+# ---- Functions in recorded forwards ---------------------------------------------------------------------------------
+
+_MAX = (functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d)
+_AVERAGE = (functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d)
+
+
+class FindAdaptivePools(Pattern):
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "pool_images"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for kind, functions in (("max", _MAX), ("average", _AVERAGE)):
+            for dims, function in enumerate(functions, 1):
+                for node in calls(graph, function):
+                    given = dict(zip(("input", "output_size"), node.args, strict=False)) | node.kwargs
+                    indices = given.pop("return_indices", False)
+                    if given.keys() == {"input", "output_size"} and not indices and dtype_of(node) in FLOATING:
+                        replace(graph, node, pool_to, (dims, kind, given["input"], given["output_size"]), {})
+
+
+@step("adaptive_pool")
+def pool_to(dims: int, kind: str, input: torch.Tensor, output_size: Any) -> torch.Tensor:
+    result = _pooled(dims, input, kind, output_size)
+    if result is not None:
+        return result
+    function: Any = (_MAX if kind == "max" else _AVERAGE)[dims - 1]
+    return function(input, output_size)  # type: ignore[no-any-return]

@@ -1,0 +1,192 @@
+"""xopt::adaptive_pool and what uses it, against torch in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import xopt
+from tests import cases, reference
+from tests.cases import DTYPES
+from tests.conv_cases import LAYOUTS, image, joined, last, numbers
+from tests.families import Family, expect_values, kernel_calls
+
+Tensor = torch.Tensor
+ops = torch.ops.xopt
+MAX: Any = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
+AVERAGE: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+
+
+@dataclass(frozen=True)
+class AdaptivePoolCase:
+    seed: int = 0
+    kind: str = "max"
+    images: int = 1
+    size: str = "5x5"
+    channels: int = 1
+    to: str = "1x1"
+    input: str = "f32"
+    values: str = "normal"
+    layout: str = "channels_last"
+
+
+def sample(rng: random.Random) -> AdaptivePoolCase:
+    dims, kind = rng.choice((1, 2, 2, 2, 3)), rng.choice(("max", "average"))
+    return AdaptivePoolCase(
+        seed=rng.randrange(1_000_000),
+        kind=kind,
+        images=rng.choice((1, 1, 2, 3, 0)),
+        size=joined([rng.choice((1, 2, 5, 7, 12)) for _ in range(dims)]),
+        channels=max(1, cases.pick_size(rng)),
+        to=joined([rng.choice((1, 1, 2, 3, 7, 9)) for _ in range(dims)]),
+        input=rng.choice(cases.FLOATS),
+        values=rng.choice(("normal", "integers", "zeros", "tiny", "specials" if kind == "max" else "mixed")),
+        layout=cases.pick(rng, LAYOUTS),
+    )
+
+
+def exact(case: AdaptivePoolCase, x: Tensor) -> Tensor:
+    dims = len(numbers(case.to))
+    return (MAX if case.kind == "max" else AVERAGE)[dims - 1](x, numbers(case.to))  # type: ignore[no-any-return]
+
+
+def check(case: AdaptivePoolCase) -> None:
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (case.images, case.channels, *numbers(case.size))
+    x = image(case.values, shape, DTYPES[case.input], generator, case.layout)
+    got = ops.adaptive_pool(x, case.kind, numbers(case.to))
+    if case.images == 0:
+        value = exact(case, torch.zeros((1, *shape[1:]), dtype=torch.float64))[:0]
+    else:
+        value = exact(case, x.contiguous().double())
+    rows = value.movedim(1, -1).reshape(-1, case.channels)
+    error = torch.zeros_like(rows)
+    if case.kind == "average":
+        magnitude = exact(case, x.contiguous().double().abs()) if case.images else value
+        terms = torch.tensor(numbers(case.size)).prod().item() + 2
+        error = magnitude.movedim(1, -1).reshape(rows.shape) * terms * reference.U32 + reference.DENORMAL
+    never = torch.zeros_like(rows, dtype=torch.bool)
+    in_memory = (case.images, *value.shape[2:], case.channels)
+    expected = reference.Estimate(rows, error, never, never)
+    expect_values("the output", got.movedim(1, -1), expected, in_memory, DTYPES[case.input])
+
+
+FAMILY = Family("adaptive_pool", AdaptivePoolCase, sample, check)
+
+
+def test_cases(case_batch: list[AdaptivePoolCase]) -> None:
+    FAMILY.run_all(case_batch)
+
+
+X = torch.randn(2, 8, 6, 6)
+ERRORS: dict[str, tuple[Any, str]] = {
+    "kind": (lambda: ops.adaptive_pool(X, "min", [1, 1]), "kind: expected one of max, average, got 'min'"),
+    "dimensions": (lambda: ops.adaptive_pool(X[0, 0], "max", []), r"input: expected 3 to 5 .*got shape \[6, 6\]"),
+    "count": (lambda: ops.adaptive_pool(X, "max", [1]), "output_size: expected 2 numbers, got 1"),
+    "none": (lambda: ops.adaptive_pool(X, "max", [1, 0]), r"output_size: expected numbers of at least 1, got \[1, 0\]"),
+    "empty": (lambda: ops.adaptive_pool(X[..., :0], "max", [1, 1]), "input: expected elements along .* dimension 1"),
+    "dtype": (lambda: ops.adaptive_pool(X.long(), "max", [1, 1]), "input: expected dtype .*, got int64"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name: str) -> None:
+    make, message = ERRORS[name]
+    with pytest.raises(RuntimeError, match="xopt::adaptive_pool: " + message):
+        make()
+
+
+MODULES: dict[str, Any] = {
+    "average": lambda: nn.AdaptiveAvgPool2d(1),
+    "uneven": lambda: nn.AdaptiveAvgPool2d((3, 7)),
+    "as it is": lambda: nn.AdaptiveMaxPool2d((None, 2)),
+    "max 3d": lambda: nn.AdaptiveMaxPool3d(2),
+    "average 1d": lambda: nn.AdaptiveAvgPool1d(4),
+    "indices": lambda: nn.AdaptiveMaxPool2d(2, return_indices=True),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str) -> None:
+    source = MODULES[name]().eval()
+    x = torch.randn(2, 20, *(9, 10, 11)[: {"max 3d": 3, "average 1d": 1}.get(name, 2)])
+    model = xopt.optimize(nn.Sequential(source).eval())
+    for each in (x, last(x), last(x)[:, 3:], last(x).bfloat16(), last(x)[0]):
+        before = kernel_calls()
+        with torch.no_grad():
+            result, expected = model(each), source(each)
+        for one, other in zip(result, expected, strict=True) if name == "indices" else [(result, expected)]:
+            assert one.shape == other.shape
+            assert torch.allclose(one, other, rtol=1e-2 if each.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        used = {record.split()[0] for record, count in kernel_calls().items() if count > before[record]}
+        assert ("pool" in used) == (each is not x and each.dim() == x.dim() and name != "indices")
+    leaf = last(x).requires_grad_()
+    if name != "indices":
+        model(leaf).sum().backward()
+        assert leaf.grad is not None
+    assert isinstance(model[0], type(source))
+
+
+class Pools(nn.Module):
+    """As forwards call torch's functions; `pool` is what differs."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 20, 1), pool
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pool(self.conv(x))
+
+
+FUNCTIONS: dict[str, tuple[Any, bool]] = {
+    "average": (lambda x: F.adaptive_avg_pool2d(x, 1), True),
+    "named": (lambda x: F.adaptive_avg_pool2d(input=x, output_size=(None, 4)), True),
+    "max": (lambda x: F.adaptive_max_pool2d(x, (2, 3)), True),
+    "1d": (lambda x: F.adaptive_avg_pool1d(x.flatten(2), 3) + F.adaptive_max_pool1d(x.flatten(2), 3), True),
+    "indices": (lambda x: F.adaptive_max_pool2d(x, 2, return_indices=True)[0], False),
+    "nothing": (lambda x: F.adaptive_avg_pool2d(x, 0), False),
+    "one image": (lambda x: F.adaptive_avg_pool2d(x[0], 2), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@torch.no_grad()
+def test_functions_in_recorded_forwards(name: str, dtype: torch.dtype) -> None:
+    pool, ours = FUNCTIONS[name]
+    source = Pools(pool).eval()
+    model = xopt.optimize(source, dtype=dtype)
+    for size in ((2, 3, 9, 10), (1, 3, 12, 7)):
+        x = last(torch.randn(size))
+        for _ in range(2):
+            before = kernel_calls()
+            tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(model(x), source(x), rtol=tolerance, atol=tolerance)
+        used = {record.split()[0] for record, count in kernel_calls().items() if count > before[record]}
+        assert ("pool" in used) == ours, used
+
+
+@torch.no_grad()
+def test_it_is_a_step_of_a_chain_and_its_size_is_watched() -> None:
+    source = nn.Sequential(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(20, 8, 1)).eval()
+    model = xopt.optimize(source)
+    x = last(torch.randn(2, 3, 9, 10))
+    pools: list[Any] = [source[2], model[2]]
+    for size in (1, (2, 3), (None, 2), 1):
+        for pool in pools:
+            pool.output_size = size
+        for _ in range(3):
+            torch.testing.assert_close(model(x), source(x), rtol=1e-4, atol=1e-5)
+    with torch.profiler.profile() as taken:
+        model(x)
+    assert [event.name for event in taken.events() if event.name.startswith("xopt::")] == [
+        "xopt::conv",
+        "xopt::adaptive_pool",
+        "xopt::conv",
+    ]
