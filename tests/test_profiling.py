@@ -259,6 +259,22 @@ def test_compiled_kernels_have_names() -> None:
     assert fresh_process.output_of(program).endswith("fine")
 
 
+def test_the_marks_of_the_last_warm_up_are_those_of_the_steps() -> None:
+    """Torch 2.11 compiles anew for each number that a hook of all modules gets."""
+    seen: list[tuple[int, ...]] = []
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(tuple(hooks._global_forward_hooks))
+            return x + 1
+
+    xopt.profile(Looks(), torch.ones(2), steps=2, warmup=2, roofs=False)
+    marked = [each for each in seen if each]
+    assert len(marked) == 3
+    assert len(set(marked)) == 1
+    assert not hooks._global_forward_hooks
+
+
 def test_a_compiled_bert_is_profiled() -> None:
     pytest.importorskip("transformers")
     program = """
