@@ -193,7 +193,7 @@ MODELS = {
     vit: {"gemm", "conv", "attention", "norm"},  # patches of an image are a convolution
     llama: {"gemm", "attention", "norm", "rotary"},
     resnet: {"gemm", "conv", "pool"},
-    mobilenet: {"gemm", "conv", "conv_depthwise"},
+    mobilenet: {"gemm", "conv", "conv_depthwise", "pool"},
 }
 
 
