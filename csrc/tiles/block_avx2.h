@@ -67,6 +67,8 @@ struct FmaBlock {
           if (half == 0) between.step();
           const float* ak = a + t * kTileK;
           for (int j = 0; j < kTileRows; ++j) {
+            // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
+            __builtin_prefetch(b + 64 * j + 2 * kTileBytes);
             for (int g = 0; g < Weight::kGroup; ++g) {
               const F b0 = Weight::get(b + 64 * j, 0, g), b1 = Weight::get(b + 64 * j, 1, g);
 #pragma GCC unroll 6
