@@ -132,15 +132,8 @@ AtenTensorHandle Tensor::share() const {
 }
 
 Tensor Tensor::borrow() const {
-  Tensor same;
-  same.handle_ = handle_;
+  Tensor same(*this);
   same.borrowed_ = true;
-  same.sizes_ = sizes_;
-  same.strides_ = strides_;
-  same.dims_ = dims_;
-  same.dtype_code_ = dtype_code_;
-  same.device_ = device_;
-  same.device_index_ = device_index_;
   return same;
 }
 

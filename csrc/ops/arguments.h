@@ -41,7 +41,8 @@ int32_t dtype_to_torch(DType dtype);
 std::string torch_dtype_name(int32_t code);
 std::string list_text(const int64_t* values, int64_t count);  // "[2, 3]"
 
-// An owned tensor, or one that is borrowed of its owner. The sizes and strides are those of the tensor object and live as long as it.
+// An owned tensor, or one that is borrowed of its owner. The sizes and strides are those of the tensor object and live as
+// long as it.
 class Tensor {
  public:
   Tensor() = default;
@@ -89,6 +90,7 @@ class Tensor {
   std::string shape_text() const;  // "[2, 3]"
 
  private:
+  Tensor(const Tensor&) = default;  // a borrowed one's beginning: who owns the handle is not asked
   static Tensor adopt(void* data, const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
                       const Place& device, void (*deleter)(void* data, void* context), void* context = nullptr);
   static Tensor allocate(const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t dtype_code,
@@ -155,7 +157,7 @@ class Tensors {
   std::vector<Tensor> tensors_;
 };
 
-// An argument of a call whose text was read before (ops/chain.h): a tensor by its place, one or several numbers, a word.
+// An argument of a call whose text was read before (ops/prepared.h): a tensor by its place, one or several numbers, a word.
 struct PreparedArgument {
   enum class Kind : uint8_t { none, tensor, result, integer, number, boolean, integers, word };
 

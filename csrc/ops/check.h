@@ -91,6 +91,8 @@ Value parse_name(const char* op, const char* argument, std::string_view text, co
 }
 
 inline constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
+inline constexpr std::initializer_list<DType> kEveryDType = {DType::f32, DType::bf16, DType::f16,
+                                                             DType::s8,  DType::u8,   DType::s32};
 
 // A dtype argument, which must be one of `allowed`.
 inline DType parse_dtype(const char* op, const char* argument, int32_t code, std::initializer_list<DType> allowed) {

@@ -53,7 +53,7 @@ size_t read_place(std::string_view token, size_t count, const char* what) {
 }
 
 int64_t dtype_code_of(std::string_view name) {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8, DType::s32}) {
+  for (const DType dtype : kEveryDType) {
     if (torch_dtype_name(dtype_to_torch(dtype)) == name) return dtype_to_torch(dtype);
   }
   return -1;

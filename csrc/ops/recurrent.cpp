@@ -10,7 +10,6 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "recurrent";
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
 constexpr NamedValue<RecurrentCell> kCells[] = {{"lstm", RecurrentCell::lstm},
                                                 {"gru", RecurrentCell::gru},
                                                 {"rnn_tanh", RecurrentCell::rnn_tanh},

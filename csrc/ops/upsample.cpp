@@ -14,7 +14,6 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "upsample";
-constexpr std::initializer_list<DType> kFloating = {DType::f32, DType::bf16, DType::f16};
 
 enum class Mode : uint8_t { nearest, nearest_exact, linear };
 constexpr NamedValue<Mode> kModes[] = {

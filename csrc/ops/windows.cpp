@@ -4,19 +4,17 @@
 
 #include "ops/images.h"
 #include "runtime/registry.h"
+#include "tiles/layout.h"
 
 namespace xopt::ops {
 namespace {
-
-constexpr std::initializer_list<DType> kCopied = {DType::f32, DType::bf16, DType::f16,
-                                                  DType::s8,  DType::u8,   DType::s32};
 
 Kernel<WindowsFn> windows_kernel("windows", "f32");
 
 DType check_input(const Checked& input, int64_t dims, const char* shape) {
   check_no_gradient({input});
   input.cpu();
-  const DType dtype = input.dtype(kCopied);
+  const DType dtype = input.dtype(kEveryDType);
   if (input.tensor.dims() != dims) {
     input.fail("expected ", dims, " dimensions ", shape, ", got shape ", input.tensor.shape_text());
   }
@@ -62,7 +60,7 @@ void window_partition(StableIValue* stack, uint64_t, uint64_t) {
   set_image(&call, image, dtype);
   for (int i = 0; i < 2; ++i) {
     call.size[i] = window[i];
-    call.count[i] = (call.inside[i] + window[i] - 1) / window[i];
+    call.count[i] = ceil_div(call.inside[i], window[i]);
   }
   set_first(&call, shift);
   const int64_t sizes[] = {call.images, call.count[0], call.count[1], call.size[0], call.size[1], image.size(3)};
