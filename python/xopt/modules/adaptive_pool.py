@@ -20,7 +20,7 @@ from xopt.graph.record import EXAMPLE
 from xopt.modules.base import Replacement
 from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.pattern import Pattern, calls, dtype_of, replace, step
-from xopt.modules.pool import ImagePool, for_kernel, kind_of
+from xopt.modules.pool import ImagePool, for_kernel, replaced_kind
 from xopt.ops.fakes import FLOATING
 
 _DIMS: dict[type[nn.Module], int] = {
@@ -36,9 +36,8 @@ def _name_of(module: nn.Module) -> str:
 
 def adaptive_pool(module: Any, input: torch.Tensor) -> torch.Tensor:
     """What a replaced module computes."""
-    kind = kind_of(module, _DIMS)
-    assert kind is not None, "a pool of an unknown kind was replaced"
-    result = _pooled(_DIMS[kind], input, _name_of(module), module.output_size)
+    kind, dims = replaced_kind(module, _DIMS)
+    result = _pooled(dims, input, _name_of(module), module.output_size)
     return kind.forward(module, input) if result is None else result
 
 
@@ -61,18 +60,19 @@ def _numbers(dims: int, output_size: Any) -> list[int | None]:
 
 def _has_numbers(node: Node) -> bool:
     module: Any = node.args[0]
-    kind = kind_of(module.meta[EXAMPLE], _DIMS)
-    sizes = _numbers(_DIMS[kind], module.meta[EXAMPLE].output_size) if kind is not None else [None]
-    return dtype_of(node) in FLOATING and all(type(size) is int and size > 0 for size in sizes)
+    _, dims = replaced_kind(module.meta[EXAMPLE], _DIMS)
+    return dtype_of(node) in FLOATING and _are_numbers(_numbers(dims, module.meta[EXAMPLE].output_size), dims)
+
+
+def _are_numbers(sizes: list[int | None], dims: int) -> bool:
+    return len(sizes) == dims and all(type(size) is int and size > 0 for size in sizes)
 
 
 @chainable(adaptive_pool, where=_has_numbers)
 def _adaptive_pool_call(seen: Seen, module: Any, input: Value) -> Call | None:
-    kind = kind_of(module, _DIMS)
-    assert kind is not None, "a pool of an unknown kind was replaced"
-    dims = _DIMS[kind]
+    _, dims = replaced_kind(module, _DIMS)
     sizes = _numbers(dims, seen.attribute(module, "output_size"))
-    if len(sizes) != dims or not all(type(size) is int and size > 0 for size in sizes):
+    if not _are_numbers(sizes, dims):
         return None
     arguments = (input, _name_of(module), sizes)
     return Call("adaptive_pool", arguments, input, lambda image: (*image[:2], *sizes), image_dims=dims + 2)  # type: ignore[arg-type]

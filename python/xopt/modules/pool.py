@@ -35,6 +35,13 @@ def kind_of(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> type[nn.Modu
     return next((kind for kind in kinds if isinstance(module, kind)), None)
 
 
+def replaced_kind(module: nn.Module, dims_of: dict[type[nn.Module], int]) -> tuple[type[nn.Module], int]:
+    """Torch's class of a module that was replaced, and its spatial dimensions."""
+    kind = kind_of(module, dims_of)
+    assert kind is not None, "a pool of an unknown kind was replaced"
+    return kind, dims_of[kind]
+
+
 class ImagePool(nn.Module):
     """What the replacements of layers that pool images have in common."""
 
@@ -72,9 +79,7 @@ def for_kernel(input: torch.Tensor, dims: int) -> bool:
 
 def pool(module: Any, input: torch.Tensor) -> torch.Tensor:
     """What a replaced module computes."""
-    kind = kind_of(module, _DIMS)
-    assert kind is not None, "a pool of an unknown kind was replaced"
-    dims = _DIMS[kind]
+    kind, dims = replaced_kind(module, _DIMS)
     result = _pooled(dims, input, *_window_of(module, dims, functools.partial(getattr, module)))
     return kind.forward(module, input) if result is None else result
 
@@ -122,9 +127,7 @@ def _pooled(dims: int, input: torch.Tensor, kind: str, window: dict[str, Any]) -
 
 @chainable(pool, where=lambda node: dtype_of(node) in FLOATING)
 def _pool_call(seen: Seen, module: Any, input: Value) -> Call:
-    kind = kind_of(module, _DIMS)
-    assert kind is not None, "a pool of an unknown kind was replaced"
-    dims = _DIMS[kind]
+    _, dims = replaced_kind(module, _DIMS)
     name, window = _window_of(module, dims, functools.partial(seen.attribute, module))
     sizes = [window[each] for each in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
 
