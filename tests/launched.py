@@ -44,11 +44,7 @@ def started(*arguments: object) -> Iterator[Launcher]:
     """A launcher that runs; a test that fails leaves none behind."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(mark),
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(mark)
     )
     try:
         yield Launcher(process, mark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import xopt
-from tests import cases, reference
+from tests import cases
 from tests.cases import DTYPES
 from tests.conv_cases import LAYOUTS, image, joined, last, numbers
-from tests.families import Family, expect_values, kernel_calls
+from tests.families import Family
+from tests.pool_checks import check_in_recorded_forward, check_module, expect_pooled
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt
@@ -61,20 +63,8 @@ def check(case: AdaptivePoolCase) -> None:
     shape = (case.images, case.channels, *numbers(case.size))
     x = image(case.values, shape, DTYPES[case.input], generator, case.layout)
     got = ops.adaptive_pool(x, case.kind, numbers(case.to))
-    if case.images == 0:
-        value = exact(case, torch.zeros((1, *shape[1:]), dtype=torch.float64))[:0]
-    else:
-        value = exact(case, x.contiguous().double())
-    rows = value.movedim(1, -1).reshape(-1, case.channels)
-    error = torch.zeros_like(rows)
-    if case.kind == "average":
-        magnitude = exact(case, x.contiguous().double().abs()) if case.images else value
-        terms = torch.tensor(numbers(case.size)).prod().item() + 2
-        error = magnitude.movedim(1, -1).reshape(rows.shape) * terms * reference.U32 + reference.DENORMAL
-    never = torch.zeros_like(rows, dtype=torch.bool)
-    in_memory = (case.images, *value.shape[2:], case.channels)
-    expected = reference.Estimate(rows, error, never, never)
-    expect_values("the output", got.movedim(1, -1), expected, in_memory, DTYPES[case.input])
+    terms = int(torch.tensor(numbers(case.size)).prod())
+    expect_pooled(got, x, case.kind, functools.partial(exact, case), terms)
 
 
 FAMILY = Family("adaptive_pool", AdaptivePoolCase, sample, check)
@@ -114,34 +104,8 @@ MODULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str) -> None:
-    source = MODULES[name]().eval()
     x = torch.randn(2, 20, *(9, 10, 11)[: {"max 3d": 3, "average 1d": 1}.get(name, 2)])
-    model = xopt.optimize(nn.Sequential(source).eval())
-    for each in (x, last(x), last(x)[:, 3:], last(x).bfloat16(), last(x)[0]):
-        before = kernel_calls()
-        with torch.no_grad():
-            result, expected = model(each), source(each)
-        for one, other in zip(result, expected, strict=True) if name == "indices" else [(result, expected)]:
-            assert one.shape == other.shape
-            assert torch.allclose(one, other, rtol=1e-2 if each.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-        used = {record.split()[0] for record, count in kernel_calls().items() if count > before[record]}
-        assert ("pool" in used) == (each is not x and each.dim() == x.dim() and name != "indices")
-    leaf = last(x).requires_grad_()
-    if name != "indices":
-        model(leaf).sum().backward()
-        assert leaf.grad is not None
-    assert isinstance(model[0], type(source))
-
-
-class Pools(nn.Module):
-    """As forwards call torch's functions; `pool` is what differs."""
-
-    def __init__(self, pool: Any) -> None:
-        super().__init__()
-        self.conv, self.pool = nn.Conv2d(3, 20, 1), pool
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pool(self.conv(x))
+    check_module(MODULES[name]().eval(), x, [last(x)[0]], atol=1e-6)
 
 
 FUNCTIONS: dict[str, tuple[Any, bool]] = {
@@ -157,19 +121,9 @@ FUNCTIONS: dict[str, tuple[Any, bool]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-@torch.no_grad()
 def test_functions_in_recorded_forwards(name: str, dtype: torch.dtype) -> None:
     pool, ours = FUNCTIONS[name]
-    source = Pools(pool).eval()
-    model = xopt.optimize(source, dtype=dtype)
-    for size in ((2, 3, 9, 10), (1, 3, 12, 7)):
-        x = last(torch.randn(size))
-        for _ in range(2):
-            before = kernel_calls()
-            tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
-            torch.testing.assert_close(model(x), source(x), rtol=tolerance, atol=tolerance)
-        used = {record.split()[0] for record, count in kernel_calls().items() if count > before[record]}
-        assert ("pool" in used) == ours, used
+    check_in_recorded_forward(pool, dtype, ours=ours)
 
 
 @torch.no_grad()

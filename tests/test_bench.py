@@ -332,9 +332,9 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, pathlib.Pa
     return said.getvalue(), folder
 
 
-def has_onednn_bf16() -> bool:
+def onednn_has(dtype: str) -> bool:
     try:
-        peers.require_onednn("bf16")
+        peers.require_onednn(dtype)
     except UnavailableError:
         return False
     return True
@@ -351,7 +351,7 @@ def test_run_prints_the_table(small_run: tuple[str, pathlib.Path]) -> None:
         "of peak",
         "of read",
         "Summary",
-        *(("at least 1.30x",) if has_onednn_bf16() else ()),
+        *(("at least 1.30x",) if onednn_has("bf16") else ()),
         "no int8 form",
         "Weights rotate over",
     ):
@@ -417,7 +417,7 @@ def test_run_draws_the_roofline(small_run: tuple[str, pathlib.Path]) -> None:
     pixels = torch.tensor(image[:, :, :3])
     assert 0.5 < float((pixels > 0.99).all(dim=2).float().mean()) < 0.99, "not a drawing on white"
     thirds = pixels.chunk(3, dim=1)
-    onednn = thirds if has_onednn_bf16() else (thirds[0], thirds[2])
+    onednn = thirds if onednn_has("bf16") else (thirds[0], thirds[2])
     for name, panels in ((peers.OURS, thirds), (peers.ONEDNN, onednn), (peers.MKL, thirds[:1])):
         colour = torch.tensor([int(plot.STYLES[name]["color"][at : at + 2], 16) / 255 for at in (1, 3, 5)])
         for panel in panels:

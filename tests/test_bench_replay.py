@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import xopt
+from tests.test_bench import onednn_has
 from xopt.bench import cli, replay
-from xopt.bench.errors import BenchError, UnavailableError
-from xopt.bench.peers import require_onednn
+from xopt.bench.errors import BenchError
 from xopt.bench.recurrent_operands import lengths
 from xopt.bench.replay_contender import RECORDED, Contender, blockings_of, levels_of
 from xopt.bench.replay_contenders import contenders_of
@@ -56,14 +56,6 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     taken.trace(file)
     # Lengths of sequences are no values to be made up.
     return [kernel for kernel in replay.read_kernels(file) if "pack_padded" not in kernel["name"]]
-
-
-def onednn_has(dtype: str) -> bool:
-    try:
-        require_onednn(dtype)
-    except UnavailableError:
-        return False
-    return True
 
 
 def test_each_kernel_is_replayed_and_contenders_agree(

@@ -41,7 +41,7 @@ def start(*defined: str) -> None:
 
 
 def _native() -> Any:
-    return next(each for each in _libraries if isinstance(each, ctypes.CDLL))
+    return _libraries[0]
 
 
 def _load(path: Path) -> None:
@@ -52,10 +52,14 @@ def _load(path: Path) -> None:
     library.stand_in_is_device_memory.restype = ctypes.c_bool
 
 
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Until this process ends."""
+    return tempfile.TemporaryDirectory()
+
+
 def _built(defined: Sequence[str]) -> Path:
-    if FOLDER not in os.environ:
-        _libraries.append(tempfile.TemporaryDirectory())  # until this process ends
-    folder = Path(os.environ.get(FOLDER) or _libraries[-1].name)
+    folder = Path(os.environ.get(FOLDER) or _own_folder().name)
     built = folder / "-".join(["device", *defined, "built.so"])
     if not built.exists():
         _build(built, defined)
