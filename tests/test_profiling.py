@@ -7,6 +7,7 @@ import functools
 import json
 import pathlib
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ import xopt
 from tests import fresh_process
 from xopt import _C
 from xopt.profiling import Profile, roof_cache, session
-from xopt.profiling.category import CATEGORIES
+from xopt.profiling.category import CATEGORIES, OVERHEAD
 from xopt.profiling.events import Op, TensorArgument
 from xopt.profiling.timeline import Piece, clipped, covered, deal_out
 from xopt.profiling.work import bound_arguments
@@ -91,7 +92,7 @@ def test_times_and_operations_add_up(name: str, optimized: bool) -> None:
     taken, counted = profiled(name, optimized)
     assert taken.steps == len(taken.step_seconds) == 2
     total = sum(category.seconds for category in taken.categories.values())
-    assert total == pytest.approx(taken.wall_seconds, rel=0.02)
+    assert total == pytest.approx(taken.wall_seconds)
     assert total == pytest.approx(sum(kernel.seconds for kernel in taken.kernels))
     assert set(taken.categories) <= set(CATEGORIES)
     assert "other" not in taken.categories
@@ -216,15 +217,33 @@ def test_a_profile_inside_another_is_refused_and_spoils_nothing() -> None:
     assert xopt.profile(torch.relu, torch.ones(1), steps=1, roofs=False).steps == 1
 
 
+def test_a_step_takes_as_long_as_a_clock_beside_it_says() -> None:
+    inside: list[float] = []
+
+    def called(image: torch.Tensor) -> torch.Tensor:
+        start = time.perf_counter()
+        time.sleep(0.02)
+        result = image @ image
+        inside.append(time.perf_counter() - start)
+        return result
+
+    start = time.perf_counter()
+    taken = xopt.profile(called, torch.randn(64, 64), steps=3, warmup=0, roofs=False)
+    outside = time.perf_counter() - start
+    assert sum(inside) < outside
+    assert all(seconds > 0.019 for seconds in taken.step_seconds)
+    # Of the calls before and after, which the profile does not take, none belongs to a step.
+    assert 0.99 * sum(inside[2:5]) < taken.wall_seconds < outside - 0.99 * sum(inside[:2] + inside[5:])
+    assert taken.categories[OVERHEAD].seconds > 3 * 0.019
+
+
 def test_streams_run_side_by_side_and_still_add_up() -> None:
     pool = CorePool()
     model = xopt.optimize(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval())
     streams = MultiStream(model, [pool, pool])
     taken = xopt.profile(streams, torch.randn(64, 256), steps=2, warmup=1, roofs=False)
     assert len({row[3] for row in taken.timeline if row[5] == "gemm"}) == 2
-    assert sum(category.seconds for category in taken.categories.values()) == pytest.approx(
-        taken.wall_seconds, rel=0.02
-    )
+    assert sum(category.seconds for category in taken.categories.values()) == pytest.approx(taken.wall_seconds)
     products = [kernel for kernel in taken.kernels if kernel.category == "gemm"]
     assert sum(kernel.calls for kernel in products) == 2 * 2 * 2
     assert all(kernel.module in ("model.*",) for kernel in products)
@@ -252,7 +271,7 @@ def test_compiled_kernels_have_names() -> None:
         assert loops, [kernel.name for kernel in taken.kernels]
         assert {kernel.category for kernel in loops} == {"norm"}, loops
         total = sum(category.seconds for category in taken.categories.values())
-        assert abs(total / taken.wall_seconds - 1) < 0.02
+        assert abs(total / taken.wall_seconds - 1) < 1e-6
         assert taken.flop == 2 * 32 * 64 * 64, taken.flop
         print("fine")
     """
@@ -285,7 +304,7 @@ def test_a_compiled_bert_is_profiled() -> None:
         plain = xopt.profile(model, **inputs, steps=1, warmup=1, roofs=False)
         taken = xopt.profile(torch.compile(model), **inputs, steps=2, warmup=2, roofs=False)
         total = sum(category.seconds for category in taken.categories.values())
-        assert abs(total / taken.wall_seconds - 1) < 0.02, (total, taken.wall_seconds)
+        assert abs(total / taken.wall_seconds - 1) < 1e-6, (total, taken.wall_seconds)
         assert taken.flop == plain.flop > 0, (taken.flop, plain.flop)
         assert {"gemm", "norm", "attention"} <= set(taken.categories), taken.categories
         assert any("cpp_fused" in kernel.name and "layer_norm" in kernel.name for kernel in taken.kernels)

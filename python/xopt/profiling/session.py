@@ -192,14 +192,12 @@ class Session(AbstractContextManager[Profile]):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Marks a step of what is profiled."""
+        """Marks a step of what is profiled; its time is the mark's, so that what is found within adds up to it."""
         with mark(STEP):
-            start = time.perf_counter()
             try:
                 yield
             finally:
                 _synchronize()
-                self.profile.step_seconds.append(time.perf_counter() - start)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -209,6 +207,8 @@ class Session(AbstractContextManager[Profile]):
         taken = self.profile
         if error is not None:
             taken.error = f"{type(error).__name__}: {error}"
+        recording = self._recording()
+        taken.step_seconds = [(end - start) / 1e9 for start, end in recording.events.steps]
         taken.steps = len(taken.step_seconds)
         taken.threads = torch.get_num_threads()
         taken.memory.page_faults = (after.ru_minflt - self._usage.ru_minflt) / max(taken.steps, 1)
@@ -219,7 +219,6 @@ class Session(AbstractContextManager[Profile]):
             taken.roofs = {kind: roof.per_second for kind, roof in roofs.by_kind.items()}
         if not taken.title:
             taken.title = self._marks.title()
-        recording = self._recording()
         analyse(recording, taken, roofs)
         self._add_devices(recording)
         if _C.trace_dropped():
