@@ -213,6 +213,38 @@ def test_tails() -> None:
     )
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("activation", "alpha", "beta"), [("none", 0, 0), ("relu", 0, 0), ("clamp", -3, 40)])
+def test_simple_epilogues_at_tails(activation: str, alpha: float, beta: float) -> None:
+    """Those that are done in registers: every width of a last vector, last rows, sums of several k blocks."""
+    FAMILY.run_all(
+        LinearCase(
+            seed=m * 10_000 + n * 100 + k,
+            lead=str(m),
+            n=n,
+            k=k,
+            packed="f32",
+            input="f32",
+            weight="f32",
+            input_values="integers",
+            weight_values="integers",
+            other_values="integers",
+            bias="f32" if m % 2 else "",
+            activation=activation,
+            alpha=alpha,
+            beta=beta,
+            binary="none" if order is None else "add",
+            activation_last=bool(order),
+            other_row=n % 3 == 0,
+        )
+        for m in (1, 5, 6, 13)
+        for n in (1, 7, 8, 9, 15, 17, 24, 25, 32, 33, 70)
+        for k in (3, 16, 20, 24, 400)
+        for order in (None, False, True)
+        if (m + n + k) % 2 == 0
+    )
+
+
 @pytest.mark.parametrize("packed", cases.FLOATS)
 def test_long_sums(packed: str) -> None:
     """Sums over several blocks along K, of integers, so that not one term may be missing."""

@@ -8,6 +8,7 @@
 
 #include "kernels/gemm_plan.h"
 #include "tiles/block.h"
+#include "tiles/view.h"
 
 namespace xopt::XOPT_ISA {
 
@@ -49,6 +50,33 @@ struct PacedRows {
     int64_t end = next;
     for (debt += rows; debt >= steps; debt -= steps) ++end;
     return minimum(end, rows);
+  }
+};
+
+// One block of A on its way from the view into a copy.
+template <class Block, class View>
+struct BlockCopier {
+  using A = typename Block::A;
+  typename View::Rows source;  // at the row that comes next
+  A* to;
+  int32_t* row_sums;  // of int8 weights with zero points, else nullptr
+  bool first_k;       // whether the block begins the sums
+  int64_t rows, count, padded;
+
+  // Rows [begin, end); they are asked for in their order.
+  void copy_rows(int64_t begin, int64_t end) {
+    const int64_t last = minimum(end, rows);
+    if (begin < last) source.template copy<Block>(last - begin, count, padded, to + begin * Block::kStride);
+    if constexpr (Block::kIsInt) {
+      for (int64_t row = begin; row_sums != nullptr && row < last; ++row) {
+        const int32_t sum = sum_run<Block>(to + row * Block::kStride, count);
+        row_sums[row] = first_k ? sum : row_sums[row] + sum;
+      }
+    }
+    for (int64_t row = maximum(begin, rows); row < end; ++row) {
+      // Tiles always have all their rows: the missing ones are zeros, not what a former call left.
+      __builtin_memset(to + row * Block::kStride, 0, static_cast<size_t>(padded) * sizeof(A));
+    }
   }
 };
 

@@ -36,6 +36,7 @@ struct TileBlock {
   static constexpr int64_t kRows = 32;
   static constexpr bool kBackground = true;
   static constexpr bool kEvenRows = false;
+  static constexpr bool kFinishes = false;
   static constexpr int64_t kTileK = kTileRows * 4 / static_cast<int64_t>(sizeof(A));
   static constexpr int64_t kMaxTiles = MaxTiles;
   static constexpr int64_t kStride = kMaxTiles * kTileK + 64 / static_cast<int64_t>(sizeof(A));

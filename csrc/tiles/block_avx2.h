@@ -42,6 +42,7 @@ struct FmaBlock {
   static constexpr int64_t kRows = 6;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
+  static constexpr bool kFinishes = true;
   static constexpr int64_t kTileK = kTileRows * Weight::kGroup;
   static constexpr int64_t kMaxTiles = 384 / kTileK;
   static constexpr int64_t kStride = 384 + 16;
@@ -51,47 +52,72 @@ struct FmaBlock {
 
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
-    const auto* a = static_cast<const float*>(call.a);
-    for (int half = 0; half < 2; ++half) {
-      float* out = static_cast<float*>(call.acc) + kTileColumns * half;
-      const uint8_t* b = call.b + kTileBytes * half;
-      for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
-        F acc[R][2];
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) acc[r][v] = set1(0.0F);
-        }
-        const int64_t end = minimum(done + kChainTiles, call.k_tiles);
-        for (int64_t t = done; t < end; ++t, b += 2 * kTileBytes) {
-          if (half == 0) between.step();
-          const float* ak = a + t * kTileK;
-          for (int j = 0; j < kTileRows; ++j) {
-            // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
-            __builtin_prefetch(b + 64 * j + 2 * kTileBytes);
-            for (int g = 0; g < Weight::kGroup; ++g) {
-              const F b0 = Weight::get(b + 64 * j, 0, g), b1 = Weight::get(b + 64 * j, 1, g);
-#pragma GCC unroll 6
-              for (int r = 0; r < R; ++r) {
-                const F x = set1(ak[r * kStride + j * Weight::kGroup + g]);
-                acc[r][0] = fma(x, b0, acc[r][0]);
-                acc[r][1] = fma(x, b1, acc[r][1]);
-              }
-            }
-          }
-        }
-        const bool first = done == 0 && !call.accumulate;
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) {
-            float* sum = out + r * kPanelColumns + 8 * v;
-            store(sum, first ? acc[r][v] : add(load(sum), acc[r][v]));
-          }
-        }
+    const int64_t columns = call.finish != nullptr ? call.finish->columns : kPanelColumns;
+    for (int half = 0; half * kTileColumns < minimum(columns, kPanelColumns); ++half) {
+      if (columns - half * kTileColumns > kWidth) {
+        half_block<R, 2>(call, half, between);
+      } else {
+        half_block<R, 1>(call, half, between);
       }
     }
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
+  }
+
+  // V vectors of columns of one half.
+  template <int R, int V, class Between>
+  static XOPT_INLINE void half_block(const BlockCall& call, int half, Between& between) {
+    const auto* a = static_cast<const float*>(call.a);
+    const int64_t stride = call.a_stride != 0 ? call.a_stride / static_cast<int64_t>(sizeof(float)) : kStride;
+    float* out = static_cast<float*>(call.acc) + kTileColumns * half;
+    const uint8_t* b = call.b + kTileBytes * half;
+    for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
+      F acc[V][R];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
+      }
+      const int64_t end = minimum(done + kChainTiles, call.k_tiles);
+      for (int64_t t = done; t < end; ++t, b += 2 * kTileBytes) {
+        if (half == 0) between.step();
+        const float* ak = a + t * kTileK;
+        const int64_t rows = t + 1 == call.k_tiles ? call.last_rows : kTileRows;
+        for (int64_t j = 0; j < rows; ++j) {
+          // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
+          __builtin_prefetch(b + 64 * j + 2 * kTileBytes);
+          for (int g = 0; g < Weight::kGroup; ++g) {
+            F w[V];
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v) w[v] = Weight::get(b + 64 * j, v, g);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) {
+              const F x = set1(ak[r * stride + j * Weight::kGroup + g]);
+#pragma GCC unroll 2
+              for (int v = 0; v < V; ++v) acc[v][r] = fma(x, w[v], acc[v][r]);
+            }
+          }
+        }
+      }
+      float* sums = out;
+      asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
+      if (done > 0 || call.accumulate) {
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 6
+          for (int r = 0; r < R; ++r) acc[v][r] = add(load(sums + r * kPanelColumns + kWidth * v), acc[v][r]);
+        }
+      }
+      const bool finish = end == call.k_tiles && call.finish != nullptr;
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) {
+        if (finish) {
+          finish_rows(*call.finish, kTileColumns * half + kWidth * v, acc[v]);
+        } else {
+#pragma GCC unroll 6
+          for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + kWidth * v, acc[v][r]);
+        }
+      }
+    }
   }
   XOPT_RUN_ROWS(6)
 };
@@ -107,6 +133,7 @@ struct Int8Block {
   static constexpr int64_t kRows = 3;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
+  static constexpr bool kFinishes = false;
   static constexpr int64_t kTileK = kTileRows * 4;
   static constexpr int64_t kMaxTiles = 768 / kTileK;
   static constexpr int64_t kStride = 768 + 32;

@@ -55,6 +55,7 @@ struct FmaBlock {
   static constexpr int64_t kRows = Weight::kRows;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
+  static constexpr bool kFinishes = false;
   static constexpr int64_t kTileK = kTileRows * Weight::kGroup;
   static constexpr int64_t kMaxTiles = 384 / kTileK;
   static constexpr int64_t kStride = 384 + 16;
@@ -146,6 +147,7 @@ struct DotBlock {
   static constexpr int64_t kRows = 14;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
+  static constexpr bool kFinishes = false;
   static constexpr int64_t kGroup = 4 / static_cast<int64_t>(sizeof(A));
   static constexpr int64_t kTileK = kTileRows * kGroup;
   static constexpr int64_t kMaxTiles = 384 / kTileRows;
@@ -200,6 +202,7 @@ struct Int8Block {
   static constexpr int64_t kRows = 6;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
+  static constexpr bool kFinishes = false;
   static constexpr int64_t kTileK = kTileRows * 4;
   static constexpr int64_t kMaxTiles = 768 / kTileK;
   static constexpr int64_t kStride = 768 + 32;

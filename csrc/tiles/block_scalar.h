@@ -15,6 +15,7 @@ struct ScalarBlock {
   static constexpr int64_t kRows = 4;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
+  static constexpr bool kFinishes = false;
   static constexpr int64_t kGroup = 4 / static_cast<int64_t>(sizeof(W));
   static constexpr int64_t kTileK = kTileRows * kGroup;
   static constexpr int64_t kMaxTiles = 1024 / kTileK;

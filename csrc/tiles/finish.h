@@ -1,0 +1,90 @@
+// Sums that become output while they are still in registers, for the epilogues that are a few instructions.
+//
+// An epilogue of its own reads sums back that the block has just written, and looks up for each panel what its rows have
+// in common: of a 1 x 1 convolution of 16 channels that was two thirds of the time.
+#pragma once
+
+#include <limits>
+
+#include "tiles/layout.h"
+#include "tiles/vector.h"
+
+namespace xopt::XOPT_ISA {
+
+// min(high, max(low, sum * scale + bias)), with `other` added before or after the clamp.
+template <class Out>
+struct Finish {
+  Out* out = nullptr;
+  int64_t out_stride = 0;        // elements, as all others
+  const float* bias = nullptr;   // of all columns, up to a multiple of kWidth
+  const float* scale = nullptr;  // likewise; nullptr: 1
+  const Out* other = nullptr;
+  int64_t other_stride = 0;
+  bool clamp_last = false;
+  float low = -std::numeric_limits<float>::infinity(), high = std::numeric_limits<float>::infinity();
+  int64_t columns = 0;
+};
+
+// All kWidth columns or, in a tail, the first `count`: looked at for each row, tails would cost more than the rest.
+struct AllColumns {
+  template <class T>
+  XOPT_INLINE F read(const T* p) const {
+    return load(p);
+  }
+  template <class T>
+  XOPT_INLINE void write(T* p, F x) const {
+    store(p, x);
+  }
+};
+struct FirstColumns {
+  template <class T>
+  XOPT_INLINE F read(const T* p) const {
+    return load_first(p, count);
+  }
+  template <class T>
+  XOPT_INLINE void write(T* p, F x) const {
+    store_first(p, x, count);
+  }
+  int64_t count;
+};
+
+template <int R, class Out, class Columns>
+XOPT_INLINE void add_other(const Finish<Out>& f, int64_t column, const Columns& columns, F (&x)[R]) {
+  const Out* other = f.other + column;
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r, other += f.other_stride) x[r] = add(x[r], columns.read(other));
+}
+
+template <int R, class Out, class Columns>
+XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t column, const Columns& columns, F (&x)[R]) {
+  const F bias = load(f.bias + column);
+  if (f.scale != nullptr) {
+    const F scale = load(f.scale + column);
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) x[r] = fma(x[r], scale, bias);
+  } else {
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) x[r] = add(x[r], bias);
+  }
+  if (f.other != nullptr && f.clamp_last) add_other(f, column, columns, x);
+  const F low = set1(f.low), high = set1(f.high);
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r) x[r] = min(high, max(low, x[r]));
+  if (f.other != nullptr && !f.clamp_last) add_other(f, column, columns, x);
+  Out* out = f.out + column;
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r, out += f.out_stride) columns.write(out, x[r]);
+}
+
+// R rows of the kWidth columns from `column` on.
+template <int R, class Out>
+XOPT_INLINE void finish_rows(const Finish<Out>& f, int64_t column, F (&x)[R]) {
+  const int64_t count = f.columns - column;
+  if (count >= kWidth) {
+    finish_columns(f, column, AllColumns{}, x);
+  } else {
+    finish_columns(f, column, FirstColumns{count}, x);
+  }
+}
+
+}  // namespace xopt::XOPT_ISA
