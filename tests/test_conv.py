@@ -161,6 +161,43 @@ CHANNELS = [
 ]
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("kernel", [1, 3, 5, 7])
+def test_lines_of_depthwise_kernels(kernel: int, stride: int) -> None:
+    """Eight outputs at a time: at borders and between them, fewer, and overlapping ones; with any simple epilogue."""
+    afters: list[dict[str, Any]] = [
+        {},
+        {"activation": "relu", "bias": "f32"},
+        {"activation": "clamp", "alpha": -2.0, "beta": 30.0, "scale": "f32", "bias": "f32"},
+        {"binary": "add", "activation": "relu", "activation_last": True},
+        {"binary": "add", "activation": "relu"},
+        {"activation": "silu"},
+    ]
+    FAMILY.run_all(
+        ConvCase(
+            seed=width,
+            size=f"{4 if kernel < 7 else 8}x{(width - 1) * stride + kernel}",
+            groups=groups,
+            kernel=f"{min(kernel, 3)}x{kernel}",
+            stride=f"1x{stride}",
+            padding=f"1x1x{left}x{right}",
+            packed=packed,
+            input=packed,
+            weight=packed,
+            other=packed,
+            input_values="integers",
+            weight_values="integers",
+            other_values="integers",
+            **afters[(width + groups + left) % len(afters)],
+        )
+        for width in (1, 7, 8, 9, 16, 17, 33, 48)
+        for groups in (3, 8, 40)
+        for left, right in ((0, 0), (1, 1), (2, 0), (0, 9))
+        for packed in ("f32", "bf16")
+        if packed == "f32" or width % 2
+    )
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("packed", cases.FLOATS)
 def test_bad_geometries(packed: str) -> None:

@@ -3,13 +3,16 @@
 //
 // A thread goes down output lines with a chunk of channels whose weights, as floats, stay in L1. The input lines under the
 // kernel are copied to floats, with their padding, and each copy serves all output lines that it lies under; so what is
-// outside needs no look, and a bf16 value is converted once and not once for each position of the kernel. In a line,
-// eight neighbouring outputs of a vector of channels are summed in registers: a weight is loaded once for eight products.
-// Sums of a few positions then go through the epilogue of the GEMM family. int8 goes the same way in 32-bit integers, from
-// which the zero points are taken on their way into the copies.
+// outside needs no look, and a bf16 value is converted once and not once for each position of the kernel. Floats are only
+// copied at borders. In a line, eight neighbouring outputs of a vector of channels are summed in registers
+// (depthwise_sums.h), where simple epilogues are done as well; for others, sums of a few positions go through the epilogue
+// of the GEMM family. int8 goes the same way in 32-bit integers, from which the zero points are taken on their way into
+// the copies.
+#include <type_traits>
+
 #include "kernels/column_values.h"
 #include "kernels/conv.h"
-#include "kernels/epilogue.h"
+#include "kernels/depthwise_sums.h"
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
@@ -18,32 +21,10 @@
 namespace xopt::XOPT_ISA {
 namespace {
 
-constexpr int64_t kOutputs = 8;               // neighbouring outputs summed at once
-constexpr int64_t kStripRows = 2 * kOutputs;  // outputs of a line that go to the epilogue together, unless tuned
-constexpr int64_t kMostPanels = 4;            // of 32 channels, in a chunk; tuned, up to kMostStripPanels
-static_assert(kMostPanels <= kMostStripPanels);
+constexpr int64_t kStripRows = 2 * kOutputs;   // outputs of a line that go to the epilogue together, unless tuned
 constexpr int64_t kWeightBytes = 16 << 10;     // of a chunk, as floats
 constexpr int64_t kLineBytes = 256 << 10;      // of a chunk's copied lines
 constexpr int64_t kProductsOfAThread = 32768;  // fewer are not worth waking another thread
-
-// What lines and weights are copied to and multiplied in: floats, or 32-bit integers.
-XOPT_INLINE F load_value(const float* p) { return load(p); }
-XOPT_INLINE I load_value(const int32_t* p) { return load_int(p); }
-XOPT_INLINE void store_value(float* p, F x) { store(p, x); }
-XOPT_INLINE void store_value(int32_t* p, I x) { store_int(p, x); }
-XOPT_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }
-XOPT_INLINE I multiply_add(I a, I b, I c) { return add_int(mul_int(a, b), c); }
-
-template <class Value>
-struct ValueVector {
-  using Type = F;
-  static XOPT_INLINE F zero() { return set1(0.0F); }
-};
-template <>
-struct ValueVector<int32_t> {
-  using Type = I;
-  static XOPT_INLINE I zero() { return set1_int(0); }
-};
 
 // The weights of 16 channels, a tile's, at one position: a row of the tile, in which some positions lie side by side.
 const uint8_t* tile_row(const PackedWeight& w, int64_t channel, int64_t position) {
@@ -124,20 +105,56 @@ struct DepthwisePlan {
     const int64_t panel_bytes = kPanelColumns * static_cast<int64_t>(sizeof(float));
     const int64_t fitting =
         minimum(kWeightBytes / (positions * panel_bytes), kLineBytes / (slots * width * panel_bytes));
-    int64_t panels = minimum(kMostPanels, maximum<int64_t>(1, fitting));
+    int64_t panels = minimum(kMostStripPanels, maximum<int64_t>(1, fitting));
+    // Equal chunks: a small last one costs as much beside its products as a large one.
+    const int64_t all = ceil_div(v.channels, kPanelColumns);
+    panels = ceil_div(all, ceil_div(all, panels));
     if (call.tuning.chunk_panels > 0) panels = minimum<int64_t>(call.tuning.chunk_panels, kMostStripPanels);
+    find_borders(v);
     chunk = panels * kPanelColumns;
     pitch = chunk + kTileColumns;  // an odd number of cache lines, so that pixels do not fall into the same sets of L1
   }
+  // The first of the eight outputs at a time that hold a strip's `row`; the last eight overlap those before them, where
+  // there are any.
+  static int64_t first_of_eight(int64_t row, int64_t rows) {
+    return maximum<int64_t>(0, minimum(row, rows - kOutputs));
+  }
+  // Whether eight outputs of a line from w on read nothing outside of the image.
+  static bool reads_inside(const PatchesView& v, int64_t w) {
+    const int64_t first = w * v.stride[2] - v.padding[2];
+    return first >= 0 && first + reach(v) <= v.in[2];
+  }
+
   int64_t positions, slots, width;
+  int64_t left_end = 0, right_begin;  // positions of a line between which only outputs read that are inside
   int64_t strip_rows = kStripRows;
   int64_t chunk, pitch;  // channels of a chunk, and elements from a pixel of a copied line to the next
+
+ private:
+  static int64_t reach(const PatchesView& v) {
+    return (kOutputs - 1) * v.stride[2] + v.dilation[2] * (v.kernel[2] - 1) + 1;
+  }
+  void find_borders(const PatchesView& v) {
+    right_begin = width;
+    for (int64_t w = 0; w < v.out[2]; w += strip_rows) {
+      const int64_t rows = minimum(strip_rows, v.out[2] - w);
+      for (int64_t row = 0; row < rows; row += kOutputs) {
+        const int64_t start = w + first_of_eight(row, rows), from = start * v.stride[2];
+        if (reads_inside(v, start)) continue;
+        if (from < v.padding[2]) {
+          left_end = maximum(left_end, from + reach(v));
+        } else {
+          right_begin = minimum(right_begin, from);
+        }
+      }
+    }
+  }
 };
 
 template <class In, class Round, class Value>
 class DepthwiseThread {
   using Vector = ValueVector<Value>;
-  using V = typename Vector::Type;
+  static constexpr bool kCouldReadInput = std::is_same_v<In, Value> && std::is_same_v<Round, None>;
 
  public:
   DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, const DepthwisePlan& plan)
@@ -146,11 +163,14 @@ class DepthwiseThread {
         epilogue_call_(epilogue_call),
         epilogue_(epilogue),
         plan_(plan),
+        finishes_(ValueVector<Value>::kFloats && is_simple(call.epilogue)),
+        outputs_(select_outputs<Value>(call.input, call.epilogue, finishes_)),
         sums_(static_cast<size_t>(plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
         lines_(static_cast<size_t>(plan.slots * plan.width * plan.pitch) * sizeof(Value)),
         held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
-        line_(static_cast<size_t>(plan.slots) * sizeof(Line)) {}
+        copies_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Value>)),
+        in_place_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Value>)) {}
 
   void run(int64_t image, int64_t channel, int64_t line) {
     if (image != image_ || channel != channel_) begin_chunk(image, channel);
@@ -162,27 +182,20 @@ class DepthwiseThread {
     for (int64_t w = 0; w < v_.out[2]; w += plan_.strip_rows) {
       const int64_t rows = minimum(plan_.strip_rows, v_.out[2] - w);
       for (int64_t row = 0; row < rows; row += kOutputs) {
-        // The last eight overlap those before them, where there are any.
-        const int64_t start = maximum<int64_t>(0, minimum(row, rows - kOutputs));
-        for (int64_t c = 0; c < columns_; c += kWidth) sum_outputs(w + start, start, c);
+        const int64_t start = DepthwisePlan::first_of_eight(row, rows);
+        const int64_t out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w + start;
+        sum_outputs(w + start, start, out_row, rows - start);
       }
+      if (finishes_) continue;
       EpilogueStrip strip = strip_;
       strip.acc = sums_.as<Value>();
       strip.acc_panel_stride = plan_.strip_rows * kPanelColumns;
       strip.row = strip.out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w;
-      strip.panel = channel / kPanelColumns;
-      strip.column = channel;
-      strip.columns = columns_;
       epilogue_(epilogue_call_, strip, 0, rows);
     }
   }
 
  private:
-  struct Line {
-    const Value* copy;
-    int64_t weights;  // elements from the first weight of the chunk on
-  };
-
   void begin_chunk(int64_t image, int64_t channel) {
     for (int64_t slot = 0; slot < plan_.slots; ++slot) held_.as<int64_t>()[slot] = -1;
     image_ = image;
@@ -191,6 +204,10 @@ class DepthwiseThread {
     columns_ = minimum(plan_.chunk, v_.channels - channel);
     const int64_t padded = round_up(columns_, kPanelColumns);  // as they are packed, with zeros
     values_.fill(call_.epilogue, false, call_.weight.n, channel, padded / kPanelColumns, &strip_);
+    strip_.panel = channel / kPanelColumns;
+    strip_.column = channel;
+    strip_.columns = columns_;
+    reads_input_ = kCouldReadInput && columns_ % kWidth == 0;
     for (int64_t position = 0; position < plan_.positions; ++position) {
       for (int64_t c = 0; c < padded; c += kTileColumns) {
         tile_weights(call_.weight, channel + c, position, weights_.as<Value>() + position * plan_.chunk + c);
@@ -217,47 +234,62 @@ class DepthwiseThread {
           held = depth * v_.in[1] + height;
           copy_line(depth, height, copy);
         }
-        line_.as<Line>()[line_count_++] = {copy, (d * v_.kernel[1] + h) * v_.kernel[2] * plan_.chunk};
+        const Value* weights = weights_.as<Value>() + (d * v_.kernel[1] + h) * v_.kernel[2] * plan_.chunk;
+        copies_.as<KernelLine<Value>>()[line_count_] = {copy, weights};
+        if constexpr (kCouldReadInput) {
+          in_place_.as<KernelLine<Value>>()[line_count_] = {input_line(depth, height), weights};
+        }
+        ++line_count_;
       }
     }
+  }
+
+  const In* input_line(int64_t depth, int64_t height) const {
+    return static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
+           height * v_.in_stride[1] + channel_;
   }
 
   void copy_line(int64_t depth, int64_t height, Value* line) const {
-    const In* from = static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
-                     height * v_.in_stride[1] + channel_;
-    for (int64_t i = 0; i < plan_.width; ++i, line += plan_.pitch) {
+    const In* from = input_line(depth, height);
+    for (int64_t i = 0; i < plan_.width; ++i) {
+      if (reads_input_ && i == plan_.left_end) i = maximum(i, plan_.right_begin);
+      if (i == plan_.width) break;
       const int64_t w = i - v_.padding[2];
       const bool inside = w >= 0 && w < v_.in[2];
+      Value* to = line + i * plan_.pitch;
       if (inside) {
-        copy_pixel<Round>(from + w * v_.in_stride[2], columns_, v_.zero, line);
+        copy_pixel<Round>(from + w * v_.in_stride[2], columns_, v_.zero, to);
       } else {
-        for (int64_t c = 0; c < columns_; c += kWidth) store_value(line + c, Vector::zero());
+        for (int64_t c = 0; c < columns_; c += kWidth) store_value(to + c, Vector::zero());
       }
     }
   }
 
-  // Eight outputs of the line from w on, for a vector of channels.
-  void sum_outputs(int64_t w, int64_t row, int64_t c) {
-    const int64_t step = v_.stride[2] * plan_.pitch, position_step = v_.dilation[2] * plan_.pitch;
-    V acc[kOutputs];
-#pragma GCC unroll 8
-    for (int64_t r = 0; r < kOutputs; ++r) acc[r] = Vector::zero();
-    const Line* lines = line_.as<Line>();
-    for (int64_t l = 0; l < line_count_; ++l) {
-      const Value* x = lines[l].copy + w * step + c;
-      const Value* weights = weights_.as<Value>() + lines[l].weights + c;
-      for (int64_t position = 0; position < v_.kernel[2]; ++position) {
-        const V weight = load_value(weights);
-#pragma GCC unroll 8
-        for (int64_t r = 0; r < kOutputs; ++r) acc[r] = multiply_add(load_value(x + r * step), weight, acc[r]);
-        x += position_step;
-        weights += plan_.chunk;
-      }
+  // Eight outputs of the line from w on, of which there may be less; the first is the strip's `row`.
+  void sum_outputs(int64_t w, int64_t row, int64_t out_row, int64_t outputs) const {
+    OutputsCall<Value> call{};
+    call.line_count = line_count_;
+    if (reads_input_ && DepthwisePlan::reads_inside(v_, w)) {
+      call.lines = in_place_.as<KernelLine<Value>>();
+      call.pitch = v_.in_stride[2];
+      call.first = (w * v_.stride[2] - v_.padding[2]) * call.pitch;
+    } else {
+      call.lines = copies_.as<KernelLine<Value>>();
+      call.pitch = plan_.pitch;
+      call.first = w * v_.stride[2] * call.pitch;
     }
-    Value* sums = sums_.as<Value>() + c / kPanelColumns * plan_.strip_rows * kPanelColumns + row * kPanelColumns +
-                  c % kPanelColumns;
-#pragma GCC unroll 8
-    for (int64_t r = 0; r < kOutputs; ++r) store_value(sums + r * kPanelColumns, acc[r]);
+    call.stride = v_.stride[2];
+    call.dilation = v_.dilation[2];
+    call.kernel = v_.kernel[2];
+    call.weight_step = plan_.chunk;
+    call.columns = columns_;
+    call.outputs = outputs;
+    call.sums = sums_.as<Value>() + row * kPanelColumns;
+    call.panel_step = plan_.strip_rows * kPanelColumns;
+    call.epilogue = &call_.epilogue;
+    call.strip = &strip_;
+    call.row = out_row;
+    outputs_(call);
   }
 
   const ConvCall& call_;
@@ -267,7 +299,10 @@ class DepthwiseThread {
   ColumnValues values_;    // of the chunk
   EpilogueStrip strip_{};  // what its strips have in common
   const DepthwisePlan& plan_;
-  const Scratch sums_, weights_, lines_, held_, line_;
+  const bool finishes_;  // outputs are finished as they are summed
+  OutputsFn<Value>* const outputs_;
+  const Scratch sums_, weights_, lines_, held_, copies_, in_place_;
+  bool reads_input_ = false;  // but at borders
   int64_t line_count_ = 0;
   int64_t image_ = -1, channel_ = -1, columns_ = 0;
   int64_t first_depth_ = 0, first_height_ = 0;  // where the kernel begins
