@@ -260,6 +260,13 @@ Tensor Tensor::copied_in_rows(const Place& device) const {
 Tensor Tensor::first(int64_t count) const {
   return adopt(mutable_data(), &count, strides_, 1, dtype_code_, device(), [](void*, void*) {});
 }
+Tensor Tensor::view(const int64_t* sizes, const int64_t* strides, int64_t dims, int64_t first_element) const {
+  AtenTensorHandle handle = nullptr;
+  require(
+      aoti_torch__reinterpret_tensor(handle_, dims, sizes, strides, first_element, &handle),  // from its own first on
+      "give a view of a tensor");
+  return Tensor(handle);
+}
 Tensor Tensor::host_copy() const { return copied_in_rows({torch_codes().cpu, -1, {}}); }
 Tensor Tensor::placed_copy() const { return copied_in_rows(place()); }
 Tensor Tensor::contiguous_copy() const { return contiguous_copy(sizes_, dims_); }

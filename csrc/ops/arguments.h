@@ -64,6 +64,8 @@ class Tensor {
   Tensor contiguous_copy() const;
   Tensor contiguous_copy(const int64_t* sizes, int64_t dims) const;  // broadcast to this shape
   Tensor channels_last_copy() const;
+  // The same memory in other dimensions, from an element on.
+  Tensor view(const int64_t* sizes, const int64_t* strides, int64_t dims, int64_t first_element) const;
   Tensor first(int64_t count) const;  // of one dimension: its first elements, in the same memory
   Tensor host_copy() const;           // on the CPU; waits where the tensor lies on another device
   Tensor placed_copy() const;         // contiguous, where the operator's tensors lie
@@ -135,6 +137,9 @@ class Integers {
   Integers() = default;
   explicit Integers(StableListHandle list);
   void add(int64_t value);
+  void set(int64_t i, int64_t value) {
+    if (i < kMost) values_[i] = value;
+  }
   int64_t size() const { return size_; }  // as given, also where that is more than kMost
   int64_t operator[](int64_t i) const { return values_[i]; }
   const int64_t* data() const { return values_; }  // zeros after the last
@@ -157,6 +162,14 @@ class Tensors {
   std::vector<Tensor> tensors_;
 };
 
+// Among the integers of a prepared call: the size of a tensor.
+struct SizeOf {
+  bool is_result = false;
+  size_t place = 0;  // of the tensor, or of the result
+  int64_t dim = 0;
+  int64_t item = 0;  // which of the integers it is
+};
+
 // An argument of a call whose text was read before (ops/prepared.h): a tensor by its place, one or several numbers, a word.
 struct PreparedArgument {
   enum class Kind : uint8_t { none, tensor, result, integer, number, boolean, integers, word };
@@ -166,6 +179,7 @@ struct PreparedArgument {
   int64_t integer = 0;  // of tensors and results their place, of booleans 0 or 1, of words a dtype's number or -1
   double number = 0.;
   Integers integers;
+  std::vector<SizeOf> sizes;  // those of the integers that are sizes
 };
 
 // Where the arguments of a prepared call are, and the tensors that they speak of.
@@ -188,9 +202,7 @@ class Stack {
     if (prepared_ != nullptr) return is_none() ? Tensor() : prepared_tensor();
     return Tensor(pop<std::optional<AtenTensorHandle>>().value_or(nullptr));
   }
-  Integers integers() {
-    return prepared_ != nullptr ? prepared(Kind::integers).integers : Integers(pop<StableListHandle>());
-  }
+  Integers integers() { return prepared_ != nullptr ? prepared_integers() : Integers(pop<StableListHandle>()); }
   Tensors tensors() { return Tensors(pop<StableListHandle>()); }  // prepared calls have none
   String string() { return prepared_ != nullptr ? String(&prepared(Kind::word).word) : String(pop<StringHandle>()); }
   int64_t integer() { return prepared_ != nullptr ? prepared(Kind::integer).integer : pop<int64_t>(); }
@@ -216,6 +228,8 @@ class Stack {
   const PreparedArgument& prepared(Kind expected);  // the next one
   bool is_none();                                   // whether the next one is, and then it is taken
   Tensor prepared_tensor();
+  const Tensor& prepared_tensor(bool is_result, size_t place, std::string_view word) const;
+  Integers prepared_integers();
   int32_t prepared_dtype();
 
   const StableIValue* next_ = nullptr;

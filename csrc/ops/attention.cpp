@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "ops/check.h"
+#include "ops/prepared.h"
 #include "ops/tuned.h"
 #include "runtime/registry.h"
 
@@ -127,8 +128,8 @@ void run(const AttentionCall& call, DType dtype) {
   run_tuned(kernel, call, cold_memory(call, dtype));
 }
 
-void attention(StableIValue* stack, uint64_t, uint64_t) {
-  AttentionArguments arguments{Stack(stack)};
+Tensor attention(Stack stack) {
+  AttentionArguments arguments{stack};
   check_no_gradient({{kOp, "query", arguments.query},
                      {kOp, "key", arguments.key},
                      {kOp, "value", arguments.value},
@@ -146,8 +147,10 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   Tensor out = Tensor::empty(sizes, 4, dtype);
   call.out = out.mutable_data();
   run(call, dtype);
-  return_tensor(stack, 0, std::move(out));
+  return out;
 }
+
+const ChainableOp chainable("attention", &attention);
 
 }  // namespace
 
@@ -157,7 +160,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
       "int causal_offset=0, int window=0) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("attention", &attention); }
-STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("attention", &on_xpu<attention>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("attention", &boxed<attention>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("attention", &on_xpu<boxed<attention>>); }
 
 }  // namespace xopt::ops

@@ -14,11 +14,11 @@ struct ChainArguments {
 };
 
 std::vector<Tensor> run(const PreparedCalls& prepared, const Tensors& tensors) {
-  std::vector<Tensor> results(prepared.calls.size());
+  std::vector<Tensor> results(prepared.calls.size() * kMostResults);
   for (size_t i = 0; i < prepared.calls.size(); ++i) {
     const PreparedCall& call = prepared.calls[i];
     const PreparedArguments arguments{call.name, call.arguments, tensors, results};
-    results[i] = call.op(Stack(&arguments));
+    call.run(Stack(&arguments), &results[i * kMostResults]);
     for (const size_t unused : call.unused_after) results[unused] = Tensor();
   }
   return results;

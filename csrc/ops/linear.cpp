@@ -86,9 +86,9 @@ struct LinearGatedArguments {
   std::optional<int32_t> out_dtype;
 };
 
-void linear_gated(StableIValue* stack, uint64_t, uint64_t) {
+Tensor linear_gated(Stack stack) {
   constexpr const char* kOp = "linear_gated";
-  LinearGatedArguments arguments{Stack(stack)};
+  LinearGatedArguments arguments{stack};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
   check_no_gradient(
@@ -101,8 +101,10 @@ void linear_gated(StableIValue* stack, uint64_t, uint64_t) {
   epilogue.up_bias = column_vector(kOp, "up_bias", &arguments.up_bias, n);
   epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
 
-  return_tensor(stack, 0, run_into_rows(kOp, input, &call));
+  return run_into_rows(kOp, input, &call);
 }
+
+const ChainableOp chainable_gated("linear_gated", &linear_gated);
 
 // ---- linear_norm ---------------------------------------------------------------------------------------------------
 
@@ -132,9 +134,9 @@ struct LinearNormArguments {
   bool return_sum;
 };
 
-void linear_norm(StableIValue* stack, uint64_t, uint64_t) {
+Pair linear_norm(Stack stack) {
   constexpr const char* kOp = "linear_norm";
-  LinearNormArguments arguments{Stack(stack)};
+  LinearNormArguments arguments{stack};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
   check_no_gradient({{kOp, "input", input},
@@ -159,9 +161,11 @@ void linear_norm(StableIValue* stack, uint64_t, uint64_t) {
   Tensor sum = arguments.return_sum ? empty_output(kOp, input, n, epilogue.out_dtype)
                                     : Tensor::empty(&no_elements, 1, epilogue.out_dtype);
   epilogue.sum = arguments.return_sum ? sum.mutable_data() : nullptr;
-  return_tensor(stack, 0, run_into_rows(kOp, input, &call));
-  return_tensor(stack, 1, std::move(sum));
+  Tensor out = run_into_rows(kOp, input, &call);
+  return {std::move(out), std::move(sum)};
 }
+
+const ChainableOp chainable_norm("linear_norm", &linear_norm);
 
 }  // namespace
 
@@ -182,13 +186,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
   library.impl("linear", &boxed<linear>);
-  library.impl("linear_gated", &linear_gated);
-  library.impl("linear_norm", &linear_norm);
+  library.impl("linear_gated", &boxed<linear_gated>);
+  library.impl("linear_norm", &boxed<linear_norm>);
 }
 STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
   library.impl("linear", &on_xpu<boxed<linear>>);
-  library.impl("linear_gated", &on_xpu<linear_gated>);
-  library.impl("linear_norm", &on_xpu<linear_norm>);
+  library.impl("linear_gated", &on_xpu<boxed<linear_gated>>);
+  library.impl("linear_norm", &on_xpu<boxed<linear_norm>>);
 }
 
 }  // namespace xopt::ops

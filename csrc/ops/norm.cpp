@@ -2,6 +2,7 @@
 #include "kernels/norm.h"
 
 #include "ops/gemm_arguments.h"
+#include "ops/prepared.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -49,7 +50,7 @@ RowsView residual_view(const char* op, Tensor* residual, const Tensor& input) {
   return rows_view(op, "residual", residual, kFloating);
 }
 
-void run_norm(const char* op, Norm norm, NormArguments arguments, StableIValue* stack) {
+Pair run_norm(const char* op, Norm norm, NormArguments arguments) {
   static Kernel<NormFn> kernel("norm", "f32");
   Tensor& input = arguments.input;
   check_no_gradient({{op, "input", input},
@@ -77,17 +78,13 @@ void run_norm(const char* op, Norm norm, NormArguments arguments, StableIValue* 
   call.out = out.mutable_data();
   call.sum = arguments.return_sum ? sum.mutable_data() : nullptr;
   if (call.rows > 0 && call.columns > 0) kernel(call);
-  return_tensor(stack, 0, std::move(out));
-  return_tensor(stack, 1, std::move(sum));
+  return {std::move(out), std::move(sum)};
 }
 
-void layer_norm(StableIValue* stack, uint64_t, uint64_t) {
-  run_norm("layer_norm", Norm::layer_norm, layer_norm_arguments(Stack(stack)), stack);
-}
+Pair layer_norm(Stack stack) { return run_norm("layer_norm", Norm::layer_norm, layer_norm_arguments(stack)); }
+Pair rms_norm(Stack stack) { return run_norm("rms_norm", Norm::rms_norm, rms_norm_arguments(stack)); }
 
-void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
-  run_norm("rms_norm", Norm::rms_norm, rms_norm_arguments(Stack(stack)), stack);
-}
+const ChainableOp chainable_layer_norm("layer_norm", &layer_norm), chainable_rms_norm("rms_norm", &rms_norm);
 
 }  // namespace
 
@@ -101,12 +98,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
-  library.impl("layer_norm", &layer_norm);
-  library.impl("rms_norm", &rms_norm);
+  library.impl("layer_norm", &boxed<layer_norm>);
+  library.impl("rms_norm", &boxed<rms_norm>);
 }
 STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
-  library.impl("layer_norm", &on_xpu<layer_norm>);
-  library.impl("rms_norm", &on_xpu<rms_norm>);
+  library.impl("layer_norm", &on_xpu<boxed<layer_norm>>);
+  library.impl("rms_norm", &on_xpu<boxed<rms_norm>>);
 }
 
 }  // namespace xopt::ops

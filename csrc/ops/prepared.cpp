@@ -1,6 +1,7 @@
 // See prepared.h. Here is also how a stack takes its arguments from a prepared call.
 #include "ops/prepared.h"
 
+#include <algorithm>
 #include <charconv>
 #include <map>
 #include <mutex>
@@ -15,8 +16,9 @@ namespace {
 constexpr const char* kOp = "chain";
 constexpr size_t kMostTexts = 1024;  // that are kept: far more than models have chains
 
-std::map<std::string, Chainable*, std::less<>>& chainable_ops() {
-  static std::map<std::string, Chainable*, std::less<>> ops;
+// By their names, calls without arguments.
+std::map<std::string, PreparedCall, std::less<>>& chainable_ops() {
+  static std::map<std::string, PreparedCall, std::less<>> ops;
   return ops;
 }
 
@@ -52,6 +54,14 @@ size_t read_place(std::string_view token, size_t count, const char* what) {
   return static_cast<size_t>(place);
 }
 
+// $2 or $2.1, as the result's place.
+size_t read_result(std::string_view token, const std::vector<PreparedCall>& calls, const char* what) {
+  const size_t point = token.find('.');
+  const size_t call = read_place(token.substr(0, point), calls.size(), what);
+  if (point == std::string_view::npos) return call * kMostResults;
+  return call * kMostResults + read_place(token.substr(point), calls[call].results(), "which result of a call,");
+}
+
 int64_t dtype_code_of(std::string_view name) {
   for (const DType dtype : kEveryDType) {
     if (torch_dtype_name(dtype_to_torch(dtype)) == name) return dtype_to_torch(dtype);
@@ -59,19 +69,40 @@ int64_t dtype_code_of(std::string_view name) {
   return -1;
 }
 
-void read_integers(std::string_view token, Integers* integers) {
+constexpr const char* kEarlier = "the number of an earlier call";
+constexpr const char* kTensor = "the place of a tensor";
+
+// %2:0, the size of a tensor.
+SizeOf read_size(std::string_view token, const std::vector<PreparedCall>& calls) {
+  const size_t colon = std::min(token.find(':'), token.size());
+  const std::string_view of = token.substr(0, colon);
+  SizeOf size;
+  size.is_result = of.front() == '$';
+  size.place = size.is_result ? read_result(of, calls, kEarlier) : read_place(of, INT32_MAX, kTensor);
+  size.dim = static_cast<int64_t>(read_place(token.substr(colon), INT32_MAX, "a colon and a dimension"));
+  return size;
+}
+
+void read_integers(std::string_view token, const std::vector<PreparedCall>& calls, PreparedArgument* argument) {
+  Integers* integers = &argument->integers;
   std::string_view items = token.substr(1, token.size() - 1);
   bool good = !items.empty() && items.back() == ']';
   if (good) items.remove_suffix(1);
   while (good && !items.empty()) {
+    const std::string_view item = take(&items, ',');
     int64_t value = 0;
-    good = read(take(&items, ','), &value);
+    if (!item.empty() && (item.front() == '%' || item.front() == '$')) {
+      argument->sizes.push_back(read_size(item, calls));
+      argument->sizes.back().item = integers->size();
+    } else {
+      good = read(item, &value);
+    }
     integers->add(value);
   }
   if (!good) fail_calls("expected a list of integers, got ", token);
 }
 
-PreparedArgument read_argument(std::string_view token, size_t results) {
+PreparedArgument read_argument(std::string_view token, const std::vector<PreparedCall>& calls) {
   using Kind = PreparedArgument::Kind;
   PreparedArgument argument;
   argument.word = token;
@@ -79,13 +110,13 @@ PreparedArgument read_argument(std::string_view token, size_t results) {
     argument.kind = Kind::none;
   } else if (token.front() == '%') {
     argument.kind = Kind::tensor;
-    argument.integer = static_cast<int64_t>(read_place(token, INT32_MAX, "the place of a tensor"));
+    argument.integer = static_cast<int64_t>(read_place(token, INT32_MAX, kTensor));
   } else if (token.front() == '$') {
     argument.kind = Kind::result;
-    argument.integer = static_cast<int64_t>(read_place(token, results, "the number of an earlier call"));
+    argument.integer = static_cast<int64_t>(read_result(token, calls, kEarlier));
   } else if (token.front() == '[') {
     argument.kind = Kind::integers;
-    read_integers(token, &argument.integers);
+    read_integers(token, calls, &argument);
   } else if (token == "true" || token == "false") {
     argument.kind = Kind::boolean;
     argument.integer = token == "true" ? 1 : 0;
@@ -100,26 +131,29 @@ PreparedArgument read_argument(std::string_view token, size_t results) {
   return argument;
 }
 
-PreparedCall read_call(std::string_view line, size_t results) {
+PreparedCall read_call(std::string_view line, const std::vector<PreparedCall>& calls) {
   const std::string_view name = take(&line, ' ');
   const auto found = chainable_ops().find(name);
   if (found == chainable_ops().end()) fail_calls("expected the name of an operator for chains, got '", name, "'");
-  PreparedCall call{found->first, found->second, {}, {}};
+  PreparedCall call = found->second;
   while (!line.empty()) {
     const std::string_view token = take(&line, ' ');
     if (token.empty()) fail_calls("expected one space between the arguments of ", name);
-    call.arguments.push_back(read_argument(token, results));
+    call.arguments.push_back(read_argument(token, calls));
   }
   return call;
 }
 
 // A result is needed until the last call that reads it, or by the caller.
 void find_last_uses(PreparedCalls* prepared) {
-  std::vector<size_t> last(prepared->calls.size());
+  std::vector<size_t> last(prepared->calls.size() * kMostResults);
   for (size_t i = 0; i < prepared->calls.size(); ++i) {
-    last[i] = i;
+    for (size_t own = 0; own < kMostResults; ++own) last[i * kMostResults + own] = i;
     for (const PreparedArgument& argument : prepared->calls[i].arguments) {
       if (argument.kind == PreparedArgument::Kind::result) last[static_cast<size_t>(argument.integer)] = i;
+      for (const SizeOf& size : argument.sizes) {
+        if (size.is_result) last[size.place] = i;
+      }
     }
   }
   for (const size_t result : prepared->returned) last[result] = prepared->calls.size();
@@ -132,13 +166,13 @@ PreparedCalls read_calls(std::string_view text) {
   PreparedCalls prepared;
   while (text.substr(0, 7) != "return ") {
     if (text.empty()) fail_calls("expected a last line 'return $0' with what the chain returns");
-    prepared.calls.push_back(read_call(take(&text, '\n'), prepared.calls.size()));
+    prepared.calls.push_back(read_call(take(&text, '\n'), prepared.calls));
   }
   text.remove_prefix(7);
   while (!text.empty()) {
     const std::string_view token = take(&text, ' ');
     if (token.empty() || token.front() != '$') fail_calls("expected results to return, as in 'return $0', got ", token);
-    prepared.returned.push_back(read_place(token, prepared.calls.size(), "the number of a call"));
+    prepared.returned.push_back(read_result(token, prepared.calls, "the number of a call"));
   }
   find_last_uses(&prepared);
   return prepared;
@@ -155,7 +189,22 @@ struct ShortHash {
 
 }  // namespace
 
-ChainableOp::ChainableOp(const char* name, Chainable* op) { chainable_ops().emplace(name, op); }
+ChainableOp::ChainableOp(const char* name, Chainable* op) {
+  chainable_ops().emplace(name, PreparedCall{name, op, nullptr, {}, {}});
+}
+ChainableOp::ChainableOp(const char* name, ChainablePair* op) {
+  chainable_ops().emplace(name, PreparedCall{name, nullptr, op, {}, {}});
+}
+
+void PreparedCall::run(const Stack& stack, Tensor* results) const {
+  if (pair == nullptr) {
+    results[0] = op(stack);
+    return;
+  }
+  Pair both = pair(stack);
+  results[0] = std::move(both.first);
+  results[1] = std::move(both.second);
+}
 
 std::shared_ptr<const PreparedCalls> prepared_calls(std::string_view text) {
   static std::mutex mutex;
@@ -203,13 +252,31 @@ bool Stack::is_none() {
   return none;
 }
 
+const Tensor& Stack::prepared_tensor(bool is_result, size_t place, std::string_view word) const {
+  if (is_result) return prepared_->results[place];
+  if (place >= static_cast<size_t>(prepared_->tensors.size())) {
+    fail_calls("expected places of the ", prepared_->tensors.size(), " tensors, got ", word);
+  }
+  return prepared_->tensors[static_cast<int64_t>(place)];
+}
+
 Tensor Stack::prepared_tensor() {
   const PreparedArgument& argument = prepared(Kind::tensor);
-  if (argument.kind == Kind::result) return prepared_->results[static_cast<size_t>(argument.integer)].borrow();
-  if (argument.integer >= prepared_->tensors.size()) {
-    fail_calls("expected places of the ", prepared_->tensors.size(), " tensors, got ", argument.word);
+  return prepared_tensor(argument.kind == Kind::result, static_cast<size_t>(argument.integer), argument.word).borrow();
+}
+
+Integers Stack::prepared_integers() {
+  const PreparedArgument& argument = prepared(Kind::integers);
+  Integers integers = argument.integers;
+  for (const SizeOf& size : argument.sizes) {
+    const Tensor& tensor = prepared_tensor(size.is_result, size.place, argument.word);
+    if (size.dim >= tensor.dims()) {
+      fail_calls("expected dimensions of tensors in ", argument.word, ", got ", size.dim, " of shape ",
+                 tensor.shape_text());
+    }
+    integers.set(size.item, tensor.size(size.dim));
   }
-  return prepared_->tensors[argument.integer].borrow();
+  return integers;
 }
 
 int32_t Stack::prepared_dtype() {

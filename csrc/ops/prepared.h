@@ -1,7 +1,8 @@
 // Calls of operators whose arguments are read from text, once: what a chain runs.
 //
 // One call a line: the operator's name, then its arguments in the order of its schema. %2 is the third of the chain's
-// tensors, $2 the third call's result, - is None. The last line says which results the chain returns.
+// tensors, $2 the third call's result and $2.1 its second one, - is None. In a list of integers, %2:0 is the first size
+// of that tensor. The last line says which results the chain returns.
 //   conv %0 %1 [16,32,1,1] %2 [1,1] [0,0,0,0] [1,1] 1 - relu 0.0 0.0 none - false float32
 //   conv $0 %3 [32,16,1,1] %4 [1,1] [0,0,0,0] [1,1] 1 - relu 0.0 0.0 add %0 true float32
 //   return $1
@@ -10,37 +11,54 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "ops/arguments.h"
 
 namespace xopt::ops {
 
-// An operator that a chain can call: it takes its arguments off the stack, and returns the one result that it has.
+// An operator that a chain can call: it takes its arguments off the stack, and returns the one result that it has, or two.
 using Chainable = Tensor(Stack stack);
+using Pair = std::pair<Tensor, Tensor>;
+using ChainablePair = Pair(Stack stack);
+constexpr size_t kMostResults = 2;
 
 // Beside the operator, as a static object.
 class ChainableOp {
  public:
   ChainableOp(const char* name, Chainable* op);
+  ChainableOp(const char* name, ChainablePair* op);
 };
 
 // The same operator as torch calls it.
-template <Chainable* op>
+template <auto* op>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
-  return_tensor(stack, 0, op(Stack(stack)));
+  if constexpr (std::is_same_v<decltype(op), ChainablePair*>) {
+    Pair results = op(Stack(stack));
+    return_tensor(stack, 0, std::move(results.first));
+    return_tensor(stack, 1, std::move(results.second));
+  } else {
+    return_tensor(stack, 0, op(Stack(stack)));
+  }
 }
 
 struct PreparedCall {
+  void run(const Stack& stack, Tensor* results) const;  // puts its results, kMostResults at most, where it is told
+  size_t results() const { return pair != nullptr ? 2 : 1; }
+
   std::string name;
-  Chainable* op;
+  Chainable* op = nullptr;        // one of
+  ChainablePair* pair = nullptr;  // the two
   std::vector<PreparedArgument> arguments;
-  std::vector<size_t> unused_after;  // the results, by their numbers, that neither a later call nor the caller reads
+  std::vector<size_t> unused_after;  // the results, by their places, that neither a later call nor the caller reads
 };
 
+// A result's place: kMostResults for each call before its own, and one for each of its call's before it.
 struct PreparedCalls {
   std::vector<PreparedCall> calls;
-  std::vector<size_t> returned;  // results by their numbers
+  std::vector<size_t> returned;  // results by their places
 };
 
 // Of this text, which is read when it is first met.

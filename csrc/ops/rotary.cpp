@@ -2,6 +2,7 @@
 #include "kernels/rotary.h"
 
 #include "ops/check.h"
+#include "ops/prepared.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -52,9 +53,8 @@ int64_t rotated_columns(const Tensor& cos, int64_t depth) {
   return rotated;
 }
 
-void rotary(StableIValue* stack, uint64_t, uint64_t) {
+Pair rotary(Stack arguments) {
   static Kernel<RotaryFn> kernel("rotary", "f32");
-  Stack arguments(stack);
   Tensor query(arguments.tensor()), key(arguments.tensor()), cos(arguments.tensor()), sin(arguments.tensor());
   const bool interleaved = arguments.boolean();
   check_no_gradient({{kOp, "query", query}, {kOp, "key", key}, {kOp, "cos", cos}, {kOp, "sin", sin}});
@@ -77,9 +77,10 @@ void rotary(StableIValue* stack, uint64_t, uint64_t) {
   Tensor outs[] = {Tensor::empty(query.sizes(), 4, call.dtype), Tensor::empty(key.sizes(), 4, call.dtype)};
   for (int i = 0; i < 2; ++i) call.tensors[i].out = outs[i].mutable_data();
   if (query.numel() + key.numel() > 0) kernel(call);
-  return_tensor(stack, 0, std::move(outs[0]));
-  return_tensor(stack, 1, std::move(outs[1]));
+  return {std::move(outs[0]), std::move(outs[1])};
 }
+
+const ChainableOp chainable("rotary", &rotary);
 
 }  // namespace
 
@@ -89,7 +90,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
       "-> (Tensor query_out, Tensor key_out)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("rotary", &rotary); }
-STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("rotary", &on_xpu<rotary>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("rotary", &boxed<rotary>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("rotary", &on_xpu<boxed<rotary>>); }
 
 }  // namespace xopt::ops

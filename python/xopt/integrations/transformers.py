@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
+from torch.fx import Node
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -37,8 +38,9 @@ from xopt.graph.symbol import (
     settings,
 )
 from xopt.integrations import experts  # noqa: F401 - a replacement of its own
-from xopt.modules.attention import attend, can_attend
+from xopt.modules.attention import attend, attention_call, can_attend, is_plain_attention
 from xopt.modules.base import Context, Replacement, own_forward
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.linear import PackedProduct
 from xopt.modules.pattern import step
 from xopt.modules.product import product_problem
@@ -99,6 +101,32 @@ def attention_step(
         mask = _with_bias(position_bias, mask, causal, query, key)
         causal = False
     return attend(query, key, value, mask, causal=causal, scale=scaling)
+
+
+def _has_one_mask(node: Node) -> bool:
+    """Whether nothing has to be added up, nor made, to have it."""
+    mask, bias = node.args[3:5]
+    one = bias is None or (mask is None and not node.kwargs["causal"])
+    return one and is_plain_attention(node, mask if bias is None else bias)
+
+
+@chainable(attention_step, where=_has_one_mask)
+def _attention_call(
+    seen: Seen,
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value | None,
+    position_bias: Value | None,
+    *,
+    causal: bool,
+    scaling: float | None,
+) -> Call:
+    def fits(query: Shape, key: Shape, value: Shape) -> bool:
+        return not causal or query[2] > 1 or key[2] == 1
+
+    mask = mask if position_bias is None else position_bias
+    return attention_call(query, key, value, mask, causal=causal, scale=scaling, fits=fits)
 
 
 def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool, query: Any, key: Any) -> torch.Tensor:

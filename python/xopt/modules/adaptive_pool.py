@@ -68,14 +68,14 @@ def _are_numbers(sizes: list[int | None], dims: int) -> bool:
     return len(sizes) == dims and all(type(size) is int and size > 0 for size in sizes)
 
 
-@chainable(adaptive_pool, where=_has_numbers)
+@chainable(adaptive_pool, where=_has_numbers, takes_images=True)
 def _adaptive_pool_call(seen: Seen, module: Any, input: Value) -> Call | None:
     _, dims = replaced_kind(module, _DIMS)
     sizes = _numbers(dims, seen.attribute(module, "output_size"))
     if not _are_numbers(sizes, dims):
         return None
     arguments = (input, _name_of(module), sizes)
-    return Call("adaptive_pool", arguments, input, lambda image: (*image[:2], *sizes), image_dims=dims + 2)  # type: ignore[arg-type]
+    return Call("adaptive_pool", arguments, input, lambda image: (*image[:2], *sizes), image_dims=dims + 2)
 
 
 class AdaptiveMaxPool(ImagePool, Replacement, _AdaptiveMaxPoolNd):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
 from xopt.modules.base import has_kernels
-from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, shape_of, step
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable, linkables
+from xopt.modules.pattern import Pattern, argument, calls, dtype_of, is_call, is_size, replace, shape_of, step
 from xopt.modules.substitute import are_plain, in_place_of
+from xopt.modules.views import transposed
 from xopt.ops.fakes import FLOATING
 
 _attention = torch.ops.xopt.attention.default
@@ -53,6 +56,53 @@ def scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
     return attend(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
+
+
+def is_plain_attention(node: Node, mask: Any) -> bool:
+    """Whether the kernel takes the recorded tensors, and those of all calls but for their sizes."""
+    tensors = node.args[:3]
+    if not all(len(shape_of(each)) == 4 and _has_fixed_dtype(each) for each in tensors):
+        return False
+    if mask is not None and (len(shape_of(mask)) > 4 or dtype_of(mask) not in (torch.bool, *FLOATING)):
+        return False
+    return dtype_of(node) in FLOATING and {dtype_of(each) for each in tensors} == {dtype_of(node)}
+
+
+def _has_fixed_dtype(node: Node) -> bool:
+    """Whether a call's kind or the graph itself tells its dtype: nobody knows that of what a cache gives."""
+    if node.op in ("placeholder", "get_attr") or is_size(node):
+        return True
+    if not is_call(node, operator.getitem, *linkables):
+        return False
+    return "out_dtype" in node.kwargs or all(map(_has_fixed_dtype, node.all_input_nodes))
+
+
+def attention_call(
+    query: Value, key: Value, value: Value, mask: Value | None, *, causal: bool, scale: float | None, fits: Any
+) -> Call:
+    def shape(query: Shape, key: Shape, value: Shape) -> Shape:
+        return (query[0], query[2], query[1], value[3])
+
+    arguments = (query, key, value, mask, None if scale is None else float(scale), causal, 0, 0)
+    return Call("attention", arguments, query, shape, others=(key, value), fits=fits)
+
+
+@chainable(scaled_dot_product_attention, where=lambda node: is_plain_attention(node, node.args[3]))
+def _attention_call(
+    seen: Seen,
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Call:
+    def fits(query: Shape, key: Shape, value: Shape) -> bool:
+        return key[0] == query[0] and key[:3] == value[:3] and (gqa or query[1] == key[1])
+
+    return transposed(seen.call(attention_call(query, key, value, mask, causal=causal, scale=scale, fits=fits)), 1, 2)
 
 
 @in_place_of(functional.scaled_dot_product_attention, switch="fuse_attention")

@@ -23,7 +23,7 @@ from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, recor
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
-from xopt.modules.chain import chain_steps
+from xopt.modules.chain_graph import chain_steps
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 from xopt.modules.substitute import run_substituted
 

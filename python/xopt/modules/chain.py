@@ -1,25 +1,23 @@
 """Steps of a program that follow each other and are one operator call each, as one call of an operator.
 
-A call from Python costs as much as a convolution of a small image. What a step's call is depends on its module alone:
+A call from Python costs as much as a convolution of a small image. What a step's call is depends on its modules alone:
 `chainable` says how it is told. It is asked once; what it has looked at (`Seen`) is watched natively from then on, and
 asked for again when any of it has changed. A chain whose calls cannot be told (a weight that is no longer packed), or
-that somebody watches (a profiler, a dispatch mode), runs step by step.
+that somebody watches (a profiler, a dispatch mode), runs step by step. Which steps of a graph are chains says
+`chain_graph.py`; views between them (`views.py`) are steps as well.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from xopt import _C, ops  # noqa: F401 - loads them
-from xopt.graph.program import MODULES
-from xopt.modules.pattern import is_call, remove_unused
-from xopt.ops.chain import Given, Result, call_text, calls_text
+from xopt.ops.chain import Given, Result, SizeOf, call_text, calls_text
 
 Tensor = torch.Tensor
 Value = Given | Result
@@ -30,10 +28,10 @@ _MOST_SHAPES = 64  # that a chain remembers to fit
 
 
 class Stored(NamedTuple):
-    """A parameter or buffer of the program's modules."""
+    """A module of the program's, or a parameter or buffer of it."""
 
     path: str
-    name: str
+    name: str = ""
 
 
 class Call(NamedTuple):
@@ -43,26 +41,53 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
     """In the order of its schema: constants, what `Seen` gave, and values of the chain."""
     input: Value
-    shape: Callable[[Shape], Shape]
-    """The result's, by that of the input. It must not hold the module, whose program holds it."""
+    shape: Callable[..., Shape]
+    """The result's, by those of the input and the others. It must not hold the module, whose program holds it."""
     image_dims: int | None = None
     """How many dimensions the input has to have; its channels have to be last in memory, unless:"""
     any_layout: bool = False
     alike: Value | None = None
     """What has to have the shape of the result."""
+    others: tuple[Value, ...] = ()
+    """Those whose shapes say, beside the input's, what the result's is."""
+    second: Callable[..., Shape] | None = None
+    """The shape of a second result, where it is not that of the first."""
+    fits: Callable[..., bool] | None = None
+    """Whether the operator takes input and others of these shapes."""
 
 
-Teller = TypeVar("Teller", bound=Callable[..., Call | None])
-_tellers: dict[Any, tuple[Callable[..., Call | None], Callable[[Node], bool]]] = {}
+class Linkable(NamedTuple):
+    """How a kind of step is a link of chains."""
+
+    tell: Callable[..., Call | list[Call] | None]
+    where: Callable[[Node], bool]
+    has_parts: bool
+    is_view: bool
+    takes_images: bool
 
 
-def chainable(step: Any, where: Callable[[Node], bool]) -> Callable[[Teller], Teller]:
-    """Marks the function that tells what call of an operator a step of a module is, or None where it is none: it takes
-    a `Seen` and then the step's arguments. Of those, tensors are `Given` or `Result`, and in tuples `Stored`. `where`:
-    which of a graph's steps are worth asking for."""
+Teller = TypeVar("Teller", bound=Callable[..., Call | list[Call] | None])
+linkables: dict[Any, Linkable] = {}
+
+
+def chainable(
+    *steps: Any,
+    where: Callable[[Node], bool],
+    has_parts: bool = False,
+    is_view: bool = False,
+    takes_images: bool = False,
+) -> Callable[[Teller], Teller]:
+    """Marks the function that tells what call of an operator a step is, or None where it is none: it takes a `Seen` and
+    then the step's arguments. Of those, modules are themselves and tensors `Given` or `Result`, but `Stored` those of
+    modules that are in tuples. What a step of several tensors (`has_parts`) gives are the results of its call, or those
+    of a list of calls.
+
+    `where`: which of a graph's steps are worth asking for. `is_view`: it computes nothing. `takes_images`: how its
+    input lies in memory makes a difference, so that it must be no view of another link's result."""
 
     def mark(teller: Teller) -> Teller:
-        _tellers[step] = teller, where
+        for step in steps:
+            linkables[step] = Linkable(teller, where, has_parts, is_view, takes_images)
         return teller
 
     return mark
@@ -73,11 +98,19 @@ class Seen:
 
     def __init__(self, modules: list[nn.Module], given: int) -> None:
         self.operands = _C.Operands()
+        self.calls: list[Call] = []
+        self.shapes: dict[Value, Shape] = {}
+        """Of operands that stand where a step has a tensor."""
         self.lasts = True
         """Whether all of it can be watched."""
         self._modules = modules
         self._places = {id(module): place for place, module in enumerate(modules)}
         self._tensors = given
+
+    def call(self, call: Call) -> Result:
+        """A call that comes before those of the step itself, and its result."""
+        self.calls.append(call)
+        return Result(len(self.calls) - 1)
 
     def attribute(self, module: nn.Module, name: str) -> Any:
         value = getattr(module, name)
@@ -98,9 +131,17 @@ class Seen:
         """The same by its path."""
         return None if tensor is None else self.tensor(self._modules[0].get_submodule(tensor.path), tensor.name)
 
+    def operand(self, tensor: Stored) -> Given | None:
+        """One that the operator takes."""
+        module = self._modules[0].get_submodule(tensor.path)
+        given = self.parameter(module, tensor.name)
+        if given is not None:
+            self.shapes[given] = tuple(getattr(module, tensor.name).shape)
+        return given
+
     def parameter(self, module: nn.Module, name: str) -> Given | None:
-        """A parameter that the operator takes."""
-        found = module._parameters[name]
+        """A parameter or buffer that the operator takes."""
+        found = module._parameters[name] if name in module._parameters else module._buffers[name]
         if found is None:
             self.tensor(module, name)
             return None
@@ -125,11 +166,9 @@ class Seen:
 
 
 class Link(NamedTuple):
-    """A step of a chain."""
+    """A step of a chain. Its `Result`s are those of links before it."""
 
     step: Any
-    path: str
-    """Its module's."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -144,6 +183,8 @@ class Settled(NamedTuple):
     """Values that have to be images: their places, dimensions, and whether any layout will do."""
     fitting: dict[tuple[torch.Size, ...], bool] | None
     """By the shapes of the values, whether what has to be alike is; None: there is no such thing."""
+    shapes: dict[Value, Shape]
+    """Of operands that stand where a step has a tensor."""
 
 
 class Chain:
@@ -168,38 +209,75 @@ class Chain:
     def _settle(self, modules: list[nn.Module], given: int) -> Settled | None:
         """None: its calls cannot be told, or not for longer than this one."""
         seen = Seen(modules, given)
-        calls: list[Call] = []
+        results: list[list[Result]] = []  # of each link
+
+        def told(argument: Any, inside: bool) -> Any:
+            if isinstance(argument, Result):
+                return results[argument.number][argument.part]
+            if isinstance(argument, Stored) and not argument.name:
+                return modules[0].get_submodule(argument.path)
+            return seen.operand(argument) if isinstance(argument, Stored) and not inside else argument
+
         for link in self._links:
-            teller, _ = _tellers[link.step]
-            call = teller(seen, modules[0].get_submodule(link.path), *link.args, **link.kwargs)
-            if call is None or not seen.lasts:
+            args, kwargs = _mapped(link, told)
+            calls = linkables[link.step].tell(seen, *args, **kwargs)
+            if calls is None or not seen.lasts:
                 return None
-            calls.append(call)
-        text = calls_text([call_text(call.op, call.arguments) for call in calls], self._returned)
+            if isinstance(calls, Call):
+                number = seen.call(calls).number
+                results.append([Result(number), Result(number, 1)])
+            else:
+                results.append([seen.call(call) for call in calls])
+        returned = [results[each.number][each.part] for each in self._returned]
+        if any(call.image_dims is not None and call.input in seen.shapes for call in seen.calls):
+            return None  # a parameter as an image
+        text = calls_text([call_text(call.op, call.arguments) for call in seen.calls], returned)
         images = [
             (call.input.place, call.image_dims, call.any_layout)
-            for call in calls
+            for call in seen.calls
             if isinstance(call.input, Given) and call.image_dims is not None
         ]
-        return Settled(seen.operands, calls, text, images, {} if any(call.alike for call in calls) else None)
+        depends = any(call.alike is not None or call.fits is not None for call in seen.calls)
+        return Settled(seen.operands, seen.calls, text, images, {} if depends else None, seen.shapes)
 
     def _step_by_step(self, modules: list[nn.Module], values: Sequence[Tensor]) -> Sequence[Tensor]:
-        results: list[Tensor] = []
+        results: list[Any] = []
 
-        def value(argument: Any) -> Any:
+        def value(argument: Any, inside: bool) -> Any:
             if isinstance(argument, Given):
                 return values[argument.place]
             if isinstance(argument, Result):
-                return results[argument.number]
+                return _part(self._links[argument.number], results[argument.number], argument.part)
+            if isinstance(argument, SizeOf):
+                return argument.value.size(argument.dim)
             if isinstance(argument, Stored):
-                return getattr(modules[0].get_submodule(argument.path), argument.name)
-            return tuple(value(each) for each in argument) if type(argument) is tuple else argument
+                module = modules[0].get_submodule(argument.path)
+                return getattr(module, argument.name) if argument.name else module
+            return argument
 
         for link in self._links:
-            kwargs = {name: value(each) for name, each in link.kwargs.items()}
-            module = modules[0].get_submodule(link.path)
-            results.append(link.step(module, *(value(each) for each in link.args), **kwargs))
-        return [results[each.number] for each in self._returned]
+            args, kwargs = _mapped(link, value)
+            step = getattr(torch.Tensor, link.step) if isinstance(link.step, str) else link.step
+            results.append(step(*args, **kwargs))
+        return [_part(self._links[each.number], results[each.number], each.part) for each in self._returned]
+
+
+def _part(link: Link, result: Any, part: int) -> Any:
+    return result[part] if linkables[link.step].has_parts else result
+
+
+def _mapped(link: Link, change: Callable[[Any, bool], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a link with their values changed. `change` is told whether a value is in a tuple."""
+    args = tuple(_map(each, change, False) for each in link.args)
+    return args, {name: _map(each, change, False) for name, each in link.kwargs.items()}
+
+
+def _map(argument: Any, change: Callable[[Any, bool], Any], inside: bool) -> Any:
+    if isinstance(argument, SizeOf):
+        return change(argument._replace(value=change(argument.value, False)), inside)
+    if type(argument) is tuple:
+        return tuple(_map(each, change, True) for each in argument)
+    return change(argument, inside)
 
 
 def is_watched() -> bool:
@@ -219,93 +297,25 @@ def _fits(settled: Settled, values: Sequence[Tensor]) -> bool:
     if known is None:
         if len(settled.fitting) >= _MOST_SHAPES:
             settled.fitting.clear()
-        known = settled.fitting[shapes] = _are_alike(settled.calls, shapes)
+        known = settled.fitting[shapes] = _are_alike(settled, shapes)
     return known
 
 
-def _are_alike(calls: Sequence[Call], shapes: Sequence[torch.Size]) -> bool:
-    """Whether what calls have to find alike is so: what is added has to have the shape of what it is added to."""
-    results: list[Shape] = []
+def _are_alike(settled: Settled, shapes: Sequence[torch.Size]) -> bool:
+    """Whether calls find what they have to: what is added has to have the shape of what it is added to."""
+    results: list[tuple[Shape, Shape]] = []
 
     def shape_of(value: Value) -> Shape:
-        return tuple(shapes[value.place]) if isinstance(value, Given) else results[value.number]
+        if isinstance(value, Result):
+            return results[value.number][value.part]
+        return settled.shapes[value] if value in settled.shapes else tuple(shapes[value.place])
 
-    for call in calls:
-        results.append(call.shape(shape_of(call.input)))
-        if call.alike is not None and shape_of(call.alike) != results[-1]:
+    for call in settled.calls:
+        taken = [shape_of(value) for value in (call.input, *call.others)]
+        if call.fits is not None and not call.fits(*taken):
+            return False
+        result = call.shape(*taken)
+        results.append((result, result if call.second is None else call.second(*taken)))
+        if call.alike is not None and shape_of(call.alike) != result:
             return False
     return True
-
-
-# ---- In a graph ------------------------------------------------------------------------------------------------------
-
-
-def chain_steps(graph: Graph) -> None:
-    """Makes one step of those that nothing stands between."""
-    together: list[Node] = []
-    for node in list(graph.nodes):
-        if _can_be_link(node):
-            together.append(node)
-        elif node.op != "get_attr":
-            _chain_together(graph, together)
-            together = []
-    remove_unused(graph)
-
-
-def _can_be_link(node: Node) -> bool:
-    if not is_call(node, *_tellers):
-        return False
-    _, where = _tellers[node.target]
-    return _is_stored(node.args[0]) and all(map(_is_stored, _in_tuples(node))) and where(node)
-
-
-def _is_stored(node: Any) -> bool:
-    return isinstance(node, Node) and node.op == "get_attr"
-
-
-def _in_tuples(node: Node) -> list[Node]:
-    """Arguments that are no arguments of their own: what a norm has."""
-    containers = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, (tuple, list))]
-    return [item for each in containers for item in each if isinstance(item, Node)]
-
-
-def _chain_together(graph: Graph, nodes: list[Node]) -> None:
-    if len(nodes) < 2:
-        return
-    numbers = {node: Result(number) for number, node in enumerate(nodes)}
-    values: list[Node] = []
-
-    def stored(argument: Any) -> Stored | None:
-        if argument is None:
-            return None
-        path, _, name = str(argument.target).partition(":")
-        return Stored(path, name)
-
-    def told(argument: Any) -> Any:
-        if isinstance(argument, (tuple, list)):  # what a norm has, or numbers
-            return tuple(stored(each) if each is None or isinstance(each, Node) else each for each in argument)
-        if not isinstance(argument, Node):
-            return argument
-        if argument in numbers:
-            return numbers[argument]
-        if argument not in values:
-            values.append(argument)
-        return Given(values.index(argument))
-
-    links = []
-    for node in nodes:
-        module: Any = node.args[0]
-        kwargs = {name: told(each) for name, each in node.kwargs.items()}
-        path, _, _ = str(module.target).partition(":")
-        links.append(Link(node.target, path, tuple(map(told, node.args[1:])), kwargs))
-    returned = [node for node in nodes if any(user not in numbers for user in node.users)]
-    chain = Chain(tuple(links), [numbers[node] for node in returned])
-    with graph.inserting_before(nodes[-1]):
-        modules = graph.create_node("get_attr", MODULES)
-        results = graph.call_function(chain.run, (modules, *values))
-        for place, node in enumerate(returned):
-            result = graph.call_function(operator.getitem, (results, place))
-            result.meta.update(node.meta)
-            node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in numbers)
-    for node in reversed(nodes):
-        graph.erase_node(node)

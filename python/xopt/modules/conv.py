@@ -248,7 +248,7 @@ def _is_plain(node: Node) -> bool:
     return is_zeros and is_constant and node.kwargs.get("out_dtype") in FLOATING
 
 
-@chainable(conv, where=_is_plain)
+@chainable(conv, where=_is_plain, takes_images=True)
 def _conv_call(
     seen: Seen,
     module: Any,

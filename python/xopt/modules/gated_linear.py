@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import ACTIVATIONS, activation_of
-from xopt.modules.computed_weight import weight_of
+from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.computed_weight import is_computed, weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_pair, pack_as_pair
 from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, orders, replace, step, used_only_for
@@ -94,3 +95,31 @@ def gated_linear(
         beta=beta,
         out_dtype=out_dtype,
     )
+
+
+def _has_parameters(node: Node) -> bool:
+    modules: Any = node.args[:2]
+    return not any(is_computed(module.meta[EXAMPLE]) for module in modules)
+
+
+@chainable(gated_linear, where=_has_parameters)
+def _gated_linear_call(
+    seen: Seen,
+    gate: PackedProduct,
+    up: PackedProduct,
+    input: Value,
+    *,
+    activation: str,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    out_dtype: torch.dtype,
+) -> Call | None:
+    weights: list[Any] = [weight_of(gate), weight_of(up)]
+    packed = all(type(weight) is PackedParameter for weight in weights)
+    if not packed or not (are_pair(*weights) or pack_as_pair(*weights)):
+        return None
+    pair, _ = (seen.packed(module, "weight", module.weight.place.packed) for module in (gate, up))
+    out_features = seen.attribute(gate, "out_features")
+    biases = seen.parameter(gate, "bias"), seen.parameter(up, "bias")
+    arguments = (input, pair, out_features, *biases, activation, float(alpha), float(beta), out_dtype)
+    return Call("linear_gated", arguments, input, lambda rows: (*rows[:-1], out_features))

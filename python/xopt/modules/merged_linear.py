@@ -11,11 +11,13 @@ from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import activation_of
-from xopt.modules.computed_weight import weight_of
+from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.computed_weight import is_computed, weight_of
 from xopt.modules.linear import PackedProduct, linear
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
 from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
-from xopt.modules.product import told
+from xopt.modules.product import fused_arguments, told
+from xopt.modules.views import narrowed
 
 _linear = torch.ops.xopt.linear.default
 
@@ -82,3 +84,28 @@ def merged_linear(
     bias = _joined(biases, sizes) if any(each is not None for each in biases) else None
     together = _linear(input, weights[0].place.packed, sum(sizes), bias, **told({}, input, out_dtype))
     return together.split_with_sizes(sizes, -1)  # type: ignore[no-any-return]
+
+
+def _has_parameters(node: Node) -> bool:
+    modules: Any = node.args[0]
+    return not any(is_computed(module.meta[EXAMPLE]) for module in modules)
+
+
+@chainable(merged_linear, where=_has_parameters, has_parts=True)
+def _merged_linear_calls(
+    seen: Seen, modules: Sequence[PackedProduct], input: Value, *, out_dtype: torch.dtype
+) -> list[Call] | None:
+    weights: list[Any] = [weight_of(module) for module in modules]
+    if not all(type(weight) is PackedParameter for weight in weights):
+        return None
+    if not are_one(weights) and not pack_as_one(weights):
+        return None
+    packed = [seen.packed(module, "weight", module.weight.place.packed) for module in modules]  # all, to watch them
+    sizes = [seen.attribute(module, "out_features") for module in modules]
+    biases = [seen.tensor(module, "bias") for module in modules]
+    bias = seen.own(_joined(biases, sizes)) if any(each is not None for each in biases) else None
+    width = sum(sizes)
+    arguments = (input, packed[0], width, bias, *fused_arguments({}, None), out_dtype, 1.0, 0, 0, None)
+    together = seen.call(Call("linear", arguments, input, lambda rows: (*rows[:-1], width)))
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [narrowed(together, start, size) for start, size in zip(starts, sizes, strict=True)]

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
-from xopt.modules.computed_weight import weight_of
+from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.computed_weight import is_computed, weight_of
 from xopt.modules.gated_linear import gated_linear
 from xopt.modules.linear import PackedProduct, is_output_like, linear, place_of
 from xopt.modules.merged_linear import merged_linear
@@ -91,6 +92,53 @@ def add_rms_norm(
     if weight_offset != 0.0:
         options["weight_offset"] = weight_offset
     return _rms_norm(input, weight, eps=eps, residual=residual, **options)  # type: ignore[no-any-return]
+
+
+@chainable(layer_norm, where=lambda node: True)
+def _layer_norm_call(
+    seen: Seen, input: Value, weight: Value | None, bias: Value | None, *, eps: float, out_dtype: torch.dtype
+) -> Call:
+    return _add_layer_norm_call(seen, input, None, weight, bias, eps=eps, out_dtype=out_dtype, return_sum=False)
+
+
+@chainable(add_layer_norm, where=lambda node: True, has_parts=True)
+def _add_layer_norm_call(
+    seen: Seen,
+    input: Value,
+    residual: Value | None,
+    weight: Value | None,
+    bias: Value | None,
+    *,
+    eps: float,
+    out_dtype: torch.dtype,
+    return_sum: bool,
+) -> Call:
+    arguments = (input, weight, bias, float(eps), residual, return_sum, out_dtype)
+    return Call("layer_norm", arguments, input, lambda rows: rows, alike=residual)
+
+
+@chainable(rms_norm, where=lambda node: True)
+def _rms_norm_call(
+    seen: Seen, input: Value, weight: Value | None, *, eps: float, weight_offset: float = 0.0, out_dtype: torch.dtype
+) -> Call:
+    options: Any = {"eps": eps, "weight_offset": weight_offset, "out_dtype": out_dtype}
+    return _add_rms_norm_call(seen, input, None, weight, **options, return_sum=False)
+
+
+@chainable(add_rms_norm, where=lambda node: True, has_parts=True)
+def _add_rms_norm_call(
+    seen: Seen,
+    input: Value,
+    residual: Value | None,
+    weight: Value | None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype,
+    return_sum: bool,
+) -> Call:
+    arguments = (input, weight, float(eps), float(weight_offset), residual, return_sum, out_dtype)
+    return Call("rms_norm", arguments, input, lambda rows: rows, alike=residual)
 
 
 class FindNorms(Pattern):
@@ -256,6 +304,34 @@ def linear_norm(
     )
 
 
+def _has_parameter(node: Node) -> bool:
+    module: Any = node.args[0]
+    return not is_computed(module.meta[EXAMPLE])
+
+
+@chainable(linear_norm, where=_has_parameter, has_parts=True)
+def _linear_norm_call(
+    seen: Seen,
+    module: PackedProduct,
+    input: Value,
+    residual: Value,
+    norm_weight: Value | None,
+    norm_bias: Value | None,
+    *,
+    norm: str,
+    eps: float,
+    out_dtype: torch.dtype,
+    sum_dtype: torch.dtype | None,
+) -> Call | None:
+    place = place_of(weight_of(module))
+    out_features = seen.attribute(module, "out_features")
+    if place is None or place.features != out_features:
+        return None
+    product = (input, seen.packed(module, "weight", place.packed), out_features, seen.parameter(module, "bias"))
+    after = (residual, norm, norm_weight, norm_bias, float(eps), out_dtype, sum_dtype is not None)
+    return Call("linear_norm", (*product, *after), input, lambda rows: (*rows[:-1], out_features), alike=residual)
+
+
 class NarrowNorms(Pattern):
     """A norm that only feeds products writes the dtype that they compute in, rather than one that they would cast."""
 
@@ -265,7 +341,7 @@ class NarrowNorms(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, layer_norm, rms_norm):
-            dtypes = {_product_dtype(user) for user in node.users}
+            dtypes = {_product_dtype(user) for user in node.users if not is_call(user, "size")}
             if len(dtypes) == 1 and (dtype := next(iter(dtypes))) is not None:
                 node.kwargs = {**node.kwargs, "out_dtype": dtype}
 

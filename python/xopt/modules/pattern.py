@@ -67,6 +67,11 @@ def calls(graph: Graph, *targets: Any) -> list[Any]:
     return [node for node in graph.nodes if is_call(node, *targets)]
 
 
+def is_size(node: Any) -> bool:
+    """The size of one dimension, whatever it is of."""
+    return is_call(node, "size") and type(argument(node, 1, "dim")) is int
+
+
 def only_user(node: Any) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 

@@ -125,7 +125,7 @@ def _pooled(dims: int, input: torch.Tensor, kind: str, window: dict[str, Any]) -
     return _pool(input, kind, **window) if for_kernel(input, dims) else None
 
 
-@chainable(pool, where=lambda node: dtype_of(node) in FLOATING)
+@chainable(pool, where=lambda node: dtype_of(node) in FLOATING, takes_images=True)
 def _pool_call(seen: Seen, module: Any, input: Value) -> Call:
     _, dims = replaced_kind(module, _DIMS)
     name, window = _window_of(module, dims, functools.partial(seen.attribute, module))

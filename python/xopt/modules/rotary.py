@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.pattern import (
     ADD,
     MULTIPLY,
@@ -33,6 +34,7 @@ from xopt.modules.pattern import (
     step,
     without_casts,
 )
+from xopt.modules.views import squeezed, transposed
 from xopt.ops.fakes import FLOATING
 
 _rotary = torch.ops.xopt.rotary.default
@@ -48,6 +50,27 @@ def rotary(
         return _rotary(query, key, cos, sin, interleaved=interleaved)  # type: ignore[no-any-return]
     query, key = _rotary(query.transpose(1, 2), key.transpose(1, 2), cos, sin, interleaved=interleaved)
     return query.transpose(1, 2), key.transpose(1, 2)
+
+
+@chainable(rotary, where=lambda node: True, has_parts=True)
+def _rotary_calls(
+    seen: Seen, query: Value, key: Value, cos: Value, sin: Value, *, heads: int, interleaved: bool
+) -> Call | list[Call]:
+    cos, sin = seen.call(squeezed(cos, heads)), seen.call(squeezed(sin, heads))
+    if heads == 2:
+        query, key = seen.call(transposed(query, 1, 2)), seen.call(transposed(key, 1, 2))
+
+    def shape(query: Shape, key: Shape) -> Shape:
+        return query
+
+    def second(query: Shape, key: Shape) -> Shape:
+        return key
+
+    both = Call("rotary", (query, key, cos, sin, interleaved), query, shape, others=(key,), second=second)
+    if heads == 1:
+        return both
+    turned = seen.call(both)
+    return [transposed(turned, 1, 2), transposed(turned._replace(part=1), 1, 2)]
 
 
 class _Turn(NamedTuple):

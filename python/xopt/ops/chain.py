@@ -24,9 +24,17 @@ class Given(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a call of a chain returns, by the call's number."""
+    """What a call of a chain returns, by the call's number; of two results the first or the second part."""
 
     number: int
+    part: int = 0
+
+
+class SizeOf(NamedTuple):
+    """The size of a tensor or a result, where a list of integers has one."""
+
+    value: Given | Result
+    dim: int
 
 
 def call_text(op: str, arguments: Sequence[Any]) -> str:
@@ -44,11 +52,13 @@ def _token(argument: Any) -> str:
     if isinstance(argument, Given):
         return f"%{argument.place}"
     if isinstance(argument, Result):
-        return f"${argument.number}"
+        return f"${argument.number}.{argument.part}" if argument.part else f"${argument.number}"
+    if isinstance(argument, SizeOf):
+        return f"{_token(argument.value)}:{argument.dim}"
     if isinstance(argument, bool):
         return "true" if argument else "false"
     if isinstance(argument, (tuple, list, torch.Size)):
-        return f"[{','.join(map(str, argument))}]"
+        return f"[{','.join(map(_token, argument))}]"
     if isinstance(argument, torch.dtype):
         return str(argument).removeprefix("torch.")
     return repr(argument) if isinstance(argument, float) else str(argument)
@@ -59,11 +69,14 @@ def _argument(token: str) -> Any:
     if token == "-":
         return None
     if token[0] in "%$":
-        return (Given if token[0] == "%" else Result)(int(token[1:]))
+        value, _, dim = token.partition(":")
+        place, _, part = value[1:].partition(".")
+        found = Given(int(place)) if token[0] == "%" else Result(int(place), int(part or 0))
+        return SizeOf(found, int(dim)) if dim else found
     if token in ("true", "false"):
         return token == "true"
     if token[0] == "[":
-        return [int(item) for item in token[1:-1].split(",") if item]
+        return [_argument(item) for item in token[1:-1].split(",") if item]
     if token in _DTYPES:
         return _DTYPES[token]
     for number in (int, float):
@@ -79,6 +92,9 @@ def _calls_of(text: str) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
     for line in text.split("\n")[:-1]:
         op, *tokens = line.split(" ")
         args, kwargs = [], {}
+        if not hasattr(torch.ops.xopt, op):  # a view, which is called as torch's method
+            yield op, [_argument(token) for token in tokens], {}
+            continue
         schema = getattr(torch.ops.xopt, op).default._schema
         for argument, token in zip(schema.arguments, tokens, strict=True):
             if argument.kwarg_only:
@@ -96,42 +112,48 @@ def _returned_by(text: str) -> list[Result]:
 def _filled(argument: Any, tensors: Sequence[Any], results: Sequence[Any]) -> Any:
     if isinstance(argument, Given):
         return tensors[argument.place]
-    return results[argument.number] if isinstance(argument, Result) else argument
+    if isinstance(argument, SizeOf):
+        return _filled(argument.value, tensors, results).size(argument.dim)
+    if type(argument) is list:
+        return [_filled(each, tensors, results) for each in argument]
+    return results[argument.number][argument.part] if isinstance(argument, Result) else argument
+
+
+def _called(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results of a call."""
+    function = getattr(torch.ops.xopt, op).default if hasattr(torch.ops.xopt, op) else getattr(Tensor, op)
+    result = function(*args, **kwargs)
+    return result if isinstance(result, tuple) else (result,)
 
 
 @fake_of("chain")
 def _chain(tensors: Sequence[Tensor], calls: str) -> list[Tensor]:
-    results: list[Tensor] = []
+    results: list[tuple[Tensor, ...]] = []
     for op, args, kwargs in _calls_of(calls):
         filled = [_filled(each, tensors, results) for each in args]
         named = {name: _filled(each, tensors, results) for name, each in kwargs.items()}
-        results.append(getattr(torch.ops.xopt, op).default(*filled, **named))
-    return [results[each.number] for each in _returned_by(calls)]
+        results.append(_called(op, filled, named))
+    return [results[each.number][each.part] for each in _returned_by(calls)]
 
 
 @cost_of("chain", category="conv", kernel="conv")
 def _chain_work(tensors: Sequence[Shape], calls: str) -> Work:
     """What its calls cost together. What their results look like, their fakes tell."""
-    results: list[Tensor] = []
+    results: list[tuple[Tensor, ...]] = []
     works: list[Work] = []
+    given = [torch.empty(shape, device="meta") for shape in tensors]  # dtypes make no difference to what a call costs
 
-    def shape_of(argument: Any) -> Any:
-        if isinstance(argument, Result):
-            return results[argument.number].shape
-        return tensors[argument.place] if isinstance(argument, Given) else argument
+    def like(name: str, argument: Any) -> Any:
+        value = _filled(argument, given, results)
+        return value.to(torch.uint8) if name == "packed" else value
 
     for op, args, kwargs in _calls_of(calls):
-        called = getattr(torch.ops.xopt, op).default
-        names = [argument.name for argument in called._schema.arguments]
-        named = dict(zip(names, args, strict=False)) | kwargs
-        works.append(COSTS[op].work(**{name: shape_of(each) for name, each in named.items()}))
-        results.append(called(**{name: _like(name, each, tensors, results) for name, each in named.items()}))
+        if op not in COSTS:  # a view
+            results.append(_called(op, [like("", each) for each in args], kwargs))
+            continue
+        names = [argument.name for argument in getattr(torch.ops.xopt, op).default._schema.arguments]
+        named = {name: like(name, each) for name, each in (*zip(names, args, strict=False), *kwargs.items())}
+        shapes = {name: each.shape if isinstance(each, Tensor) else each for name, each in named.items()}
+        works.append(COSTS[op].work(**shapes))
+        results.append(_called(op, (), named))
     return Work("; ".join(work.size for work in works), sum(work.flop for work in works))
-
-
-def _like(name: str, argument: Any, shapes: Sequence[Shape], results: Sequence[Tensor]) -> Any:
-    """A tensor of this shape that has no values; its dtype makes no difference to what a call costs."""
-    if isinstance(argument, Given):
-        dtype = torch.uint8 if name == "packed" else torch.float32
-        return torch.empty(shapes[argument.place], dtype=dtype, device="meta")
-    return _filled(argument, (), results)

@@ -1,0 +1,176 @@
+"""Which steps of a graph become chains: those that follow each other, with the views between them.
+
+A view costs a chain next to nothing, and Python as much as an operator. It is a link where a later link wants it; for
+everybody else it stays what it was, behind the chain. The same holds for sizes. What has nothing to do with a chain's
+links may stand between them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from xopt.graph.program import MODULES
+from xopt.graph.record import EFFECT
+from xopt.modules.chain import Chain, Link, Linkable, Stored, linkables
+from xopt.modules.pattern import dtype_of, is_call, is_size, remove_unused, shape_of
+from xopt.ops.chain import Given, Result, SizeOf
+
+
+def chain_steps(graph: Graph) -> None:
+    """Makes one step of those that nothing stands between."""
+    window = _Window(graph)
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        kind = _kind_of(node)
+        if kind is not None and kind.takes_images and window.has_view(node.args[1]):
+            window.close()
+        if kind is not None or is_size(node) or window.has_part(node):
+            window.add(node, kind)
+        elif EFFECT in node.meta or window.is_needed_by(node):
+            window.close()
+    window.close()
+    remove_unused(graph)
+
+
+def _kind_of(node: Node) -> Linkable | None:
+    """How a step is a link; None: it is none."""
+    kind = linkables[node.target] if is_call(node, *linkables) else None
+    if kind is None or not all(_is_operand(each) for each in node.all_input_nodes) or not kind.where(node):
+        return None
+    return kind if not kind.has_parts or all(map(_is_part, node.users)) else None
+
+
+def _is_operand(node: Node) -> bool:
+    return node.op == "get_attr" or is_size(node) or dtype_of(node) is not None
+
+
+def _is_part(node: Any) -> bool:
+    return is_call(node, operator.getitem) and type(node.args[1]) is int
+
+
+class _Window:
+    """Steps that follow each other: links that compute, views, sizes, and parts of several results."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._kinds: dict[Node, Linkable | None] = {}
+        self._computing: list[Node] = []
+        self._dependent: set[Node] = set()
+        """What computing links give, and what is made of it."""
+
+    def add(self, node: Node, kind: Linkable | None) -> None:
+        self._kinds[node] = kind
+        if kind is not None and not kind.is_view:
+            self._computing.append(node)
+            self._dependent.add(node)
+        elif self.is_needed_by(node):
+            self._dependent.add(node)
+
+    def is_needed_by(self, node: Node) -> bool:
+        return any(each in self._dependent for each in node.all_input_nodes)
+
+    def has_view(self, node: Any) -> bool:
+        kind = self._kinds.get(node)
+        return kind is not None and kind.is_view
+
+    def has_part(self, node: Node) -> bool:
+        return _is_part(node) and self._has_parts(node.args[0])
+
+    def _has_parts(self, node: Any) -> bool:
+        kind = self._kinds.get(node)
+        return kind is not None and kind.has_parts
+
+    def close(self) -> None:
+        """Makes a chain of what is in it, and begins anew."""
+        if len(self._computing) > 1:
+            self._chain()
+        self.__init__(self._graph)  # type: ignore[misc]
+
+    def _chain(self) -> None:
+        chained = _Chained(self._links())
+        outside = self._outside()
+        seen = {node: None for node in self._kinds if self._is_value(node) and self._is_wanted(node, outside)}
+        returned = list(dict.fromkeys(chained.value(node) for node in seen))
+        chain = Chain(tuple(chained.links), [value for value in returned if isinstance(value, Result)])
+        now: dict[Node, Node] = {}
+        with self._graph.inserting_before(self._computing[-1]):
+            modules = self._graph.create_node("get_attr", MODULES)
+            results = self._graph.call_function(chain.run, (modules, *chained.given))
+            for node in seen:
+                place = returned.index(chained.value(node))
+                now[node] = self._graph.call_function(operator.getitem, (results, place))
+        behind = set(list(self._kinds)[list(self._kinds).index(self._computing[-1]) :])
+        for node in outside:
+            with self._graph.inserting_before(node if node in behind else self._computing[-1]):
+                now[node] = self._graph.node_copy(node, lambda source: now.get(source, source))
+        for node, instead in now.items():
+            instead.meta.update(node.meta)
+            node.replace_all_uses_with(instead, delete_user_cb=lambda user: user not in self._kinds)
+        for node in reversed(self._kinds):
+            if node in self._dependent:
+                self._graph.erase_node(node)
+
+    def _links(self) -> list[Node]:
+        """The computing ones, and the views that those want."""
+        wanted = set(self._computing)
+        for node in reversed(self._kinds):
+            if node in wanted:
+                wanted.update(each for each in node.all_input_nodes if each in self._kinds)
+        return [node for node, kind in self._kinds.items() if node in wanted and kind is not None]
+
+    def _is_value(self, node: Node) -> bool:
+        """Whether it is what a computing link gives."""
+        source: Any = node.args[0] if self.has_part(node) else node
+        kind = self._kinds[source]
+        return kind is not None and not kind.is_view and (source is not node or not kind.has_parts)
+
+    def _is_wanted(self, node: Node, outside: dict[Node, None]) -> bool:
+        return any(user not in self._kinds or user in outside for user in node.users)
+
+    def _outside(self) -> dict[Node, None]:
+        """Views and sizes of what the chain gives that somebody behind it wants."""
+        found: dict[Node, None] = {}
+        for node in reversed(self._kinds):
+            made = node in self._dependent and node not in self._computing and not self._is_value(node)
+            if made and self._is_wanted(node, found):
+                found[node] = None
+        return dict.fromkeys(reversed(found))
+
+
+class _Chained:
+    """Nodes as links."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.links: list[Link] = []
+        self.given: list[Node] = []
+        self._numbers: dict[Node, int] = {}
+        for node in nodes:
+            args = tuple(self._told(each) for each in node.args)
+            kwargs = {name: self._told(each) for name, each in node.kwargs.items()}
+            self.links.append(Link(node.target, args, kwargs))
+            self._numbers[node] = len(self.links) - 1
+
+    def _told(self, argument: Any) -> Any:
+        if isinstance(argument, (tuple, list)):
+            return tuple(self._told(each) for each in argument)
+        return self.value(argument) if isinstance(argument, Node) else argument
+
+    def value(self, node: Node) -> Given | Result | SizeOf | Stored:
+        if node.op == "get_attr":
+            path, _, name = str(node.target).partition(":")
+            return Stored(path, name)
+        source: Any = node.args[0] if node.args else None
+        if is_size(node):
+            dim: Any = node.args[1]
+            return SizeOf(self.value(source), dim % len(shape_of(source)))  # type: ignore[arg-type]
+        if _is_part(node) and source in self._numbers:
+            return Result(self._numbers[source], node.args[1])  # type: ignore[arg-type]
+        if node in self._numbers:
+            return Result(self._numbers[node])
+        if node not in self.given:
+            self.given.append(node)
+        return Given(self.given.index(node))

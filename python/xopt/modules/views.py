@@ -1,0 +1,123 @@
+"""Views between the steps of a program, as links of chains: torch's methods that compute nothing.
+
+Each is a call of the method's own name (csrc/ops/views.cpp). Their numbers are constants or sizes, which a chain looks
+up in each call.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
+from xopt.modules.pattern import is_size
+from xopt.ops.chain import SizeOf
+
+_ALL = slice(None)
+
+
+def _has_sizes(node: Node) -> bool:
+    """Whether it takes numbers and sizes alone, be it one by one or as one tuple."""
+    given = node.args[1:]
+    if len(given) == 1 and isinstance(given[0], (tuple, list)):
+        given = tuple(given[0])
+    return not node.kwargs and bool(given) and all(type(each) is int or is_size(each) for each in given)
+
+
+def _has_numbers(node: Node) -> bool:
+    return all(type(each) is int for each in (*node.args[1:], *node.kwargs.values()))
+
+
+def _listed(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return given[0] if len(given) == 1 and type(given[0]) is tuple else given
+
+
+@chainable("reshape", "view", torch.reshape, where=_has_sizes, is_view=True)
+def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
+    sizes = _listed(given)
+    others = tuple(each.value for each in sizes if isinstance(each, SizeOf))
+
+    def shape(shape: Shape, *others: Shape) -> Shape:
+        following = iter(others)
+        known = [next(following)[each.dim] if isinstance(each, SizeOf) else each for each in sizes]
+        rest = math.prod(size for size in known if size != -1)
+        return tuple(math.prod(shape) // max(rest, 1) if size == -1 else size for size in known)
+
+    return Call("reshape", (input, sizes), input, shape, others=others)
+
+
+@chainable("flatten", torch.flatten, where=_has_numbers, is_view=True)
+def _flatten(seen: Seen, input: Value, start_dim: int = 0, end_dim: int = -1) -> Call:
+    def shape(shape: Shape) -> Shape:
+        first, last = start_dim % len(shape), end_dim % len(shape)
+        return (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+
+    return Call("flatten", (input, start_dim, end_dim), input, shape)
+
+
+@chainable("contiguous", where=_has_numbers, is_view=True)
+def _contiguous(seen: Seen, input: Value) -> Call:
+    return Call("contiguous", (input,), input, lambda shape: shape)
+
+
+def transposed(input: Value, dim0: int, dim1: int) -> Call:
+    def shape(shape: Shape) -> Shape:
+        sizes = list(shape)
+        sizes[dim0], sizes[dim1] = sizes[dim1], sizes[dim0]
+        return tuple(sizes)
+
+    return Call("transpose", (input, dim0, dim1), input, shape)
+
+
+@chainable("transpose", torch.transpose, where=_has_numbers, is_view=True)
+def _transpose(seen: Seen, input: Value, dim0: int, dim1: int) -> Call:
+    return transposed(input, dim0, dim1)
+
+
+@chainable("permute", torch.permute, where=_has_sizes, is_view=True)
+def _permute(seen: Seen, input: Value, *given: Any) -> Call:
+    dims = _listed(given)
+    return Call("permute", (input, dims), input, lambda shape: tuple(shape[dim] for dim in dims))
+
+
+@chainable("unsqueeze", torch.unsqueeze, where=_has_numbers, is_view=True)
+def _unsqueeze(seen: Seen, input: Value, dim: int) -> Call:
+    def shape(shape: Shape) -> Shape:
+        place = dim % (len(shape) + 1)
+        return (*shape[:place], 1, *shape[place:])
+
+    return Call("unsqueeze", (input, dim), input, shape)
+
+
+def squeezed(input: Value, dim: int) -> Call:
+    def shape(shape: Shape) -> Shape:
+        place = dim % len(shape)
+        return (*shape[:place], *shape[place + 1 :]) if shape[place] == 1 else shape
+
+    return Call("squeeze", (input, dim), input, shape)
+
+
+def narrowed(input: Value, start: int, length: int) -> Call:
+    """Columns of the last dimension."""
+    return Call("narrow", (input, -1, start, length), input, lambda shape: (*shape[:-1], length))
+
+
+def _takes_one(node: Node) -> bool:
+    """Whether it takes one element of one dimension, and all of the others (`x[:, 0]`)."""
+    key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(each == _ALL or type(each) is int for each in key) and sum(type(each) is int for each in key) == 1
+
+
+@chainable(operator.getitem, where=_takes_one, is_view=True)
+def _select(seen: Seen, input: Value, key: Any) -> Call:
+    listed = key if type(key) is tuple else (key,)
+    dim = next(place for place, each in enumerate(listed) if type(each) is int)
+
+    def shape(shape: Shape) -> Shape:
+        return (*shape[:dim], *shape[dim + 1 :])
+
+    return Call("select", (input, dim, listed[dim]), input, shape)
