@@ -247,7 +247,8 @@ class Recorder:
 
     def watch(self, holder: Any, name: str) -> None:
         """What is recorded holds as long as this attribute keeps its value."""
-        self.watched.append((holder, name, getattr(holder, name, None)))
+        if not any(known is holder and its == name for known, its, _ in self.watched):
+            self.watched.append((holder, name, getattr(holder, name, None)))
 
     def watch_settings(self) -> None:
         """The numbers, flags and words among the settings of the modules that have any."""

@@ -8,6 +8,7 @@ A program is left, too, while gradients are wanted or somebody has put a hook on
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from xopt.config import Config
 from xopt.graph.program import EPOCH, Program, hooked
@@ -31,8 +31,7 @@ _log = logging.getLogger("xopt")
 
 PROGRAMS = "_xopt_programs"
 _TORCHS_OWN = (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_MOST_MODULES = 64  # a block is small: a whole model as one program would be made anew for each change inside
-_MOST_MODULES_OF_CONVOLUTIONS = 512  # whose network is a few calls then: each is short, Python takes as long between
+_MOST_MODULES = 512  # as one program, which is made anew for each change inside
 _MOST_SIGNATURES = 16
 _MOST_VARIANTS = 4  # of one signature, for sizes that take different branches
 _MOST_FAILURES = 16
@@ -243,10 +242,8 @@ def can_be_block(module: nn.Module) -> bool:
         return False
     if not module._modules and not module._parameters:
         return False
-    return kind.forward is not nn.Module.forward and small_enough(module)
+    return kind.forward is not nn.Module.forward and is_small(module)
 
 
-def small_enough(module: nn.Module) -> bool:
-    parts = list(module.modules())
-    convolutions, products = (sum(isinstance(part, kind) for part in parts) for kind in (_ConvNd, nn.Linear))
-    return len(parts) <= (_MOST_MODULES_OF_CONVOLUTIONS if convolutions > products else _MOST_MODULES)
+def is_small(module: nn.Module) -> bool:
+    return sum(1 for _ in itertools.islice(module.modules(), _MOST_MODULES + 1)) <= _MOST_MODULES

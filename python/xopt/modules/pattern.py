@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from xopt.graph.record import EFFECT, EXAMPLE, Described, expect
 
@@ -65,6 +66,23 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 def calls(graph: Graph, *targets: Any) -> list[Any]:
     return [node for node in graph.nodes if is_call(node, *targets)]
+
+
+def described(node: Node) -> Node:
+    """A new step, with the description that a recorded one would have: what torch makes of tensors without memory."""
+
+    def example(value: Any) -> Any:
+        described = value.meta.get(EXAMPLE)
+        if not isinstance(described, Described):
+            return described
+        return torch.empty(described.shape, dtype=described.dtype, device="meta")
+
+    args, kwargs = map_arg((node.args, node.kwargs), example)
+    function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    with torch.no_grad():
+        result = function(*args, **kwargs)
+    node.meta[EXAMPLE] = Described(result.dtype, tuple(result.shape))
+    return node
 
 
 def is_size(node: Any) -> bool:

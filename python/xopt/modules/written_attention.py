@@ -18,6 +18,7 @@ from xopt.modules.pattern import (
     Pattern,
     argument,
     calls,
+    described,
     dtype_of,
     is_call,
     is_cast,
@@ -291,29 +292,32 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
     with graph.inserting_before(node):
 
         def method(name: str, *args: Any) -> Node:
-            return graph.call_method(name, args)
+            return described(graph.call_method(name, args))
+
+        def call(function: Any, *args: Any) -> Node:
+            return described(graph.call_function(function, args))
 
         key = method("transpose", found.key, -2, -1) if found.key_is_transposed else found.key
         query = found.query
         for factor in found.factors:
-            query = graph.call_function(_scaled, (query, factor))
+            query = call(_scaled, query, factor)
         tensors = [query, key, found.value]
         if found.heads is not None:
-            tensors = [graph.call_function(with_heads, (tensor, *found.heads)) for tensor in tensors]
+            tensors = [call(with_heads, tensor, *found.heads) for tensor in tensors]
         mask: Any = None
         for place, (kind, each, value) in enumerate(found.masks):
             if place < found.flat_masks:
-                each = graph.call_function(with_heads, (each, *(found.heads or ())))
-            added = graph.call_function(as_mask, (kind, each, value))
-            mask = added if mask is None else graph.call_function(join_masks, (mask, added))
+                each = call(with_heads, each, *(found.heads or ()))
+            added = each if (kind, value) == ("add", None) else call(as_mask, kind, each, value)
+            mask = added if mask is None else call(join_masks, mask, added)
         if dims == 3 and found.heads is None:
             tensors = [method("unsqueeze", tensor, 1) for tensor in tensors]
-            mask = mask if mask is None else graph.call_function(with_one_head, (mask,))
+            mask = mask if mask is None else call(with_one_head, mask)
         if dims > 4:
             result = graph.call_function(attention_in_parts, tuple(tensors), {"scale": found.scale})
         else:
             kwargs = {"causal": False, "scale": found.scale, "gqa": False}
-            result = graph.call_function(scaled_dot_product_attention, (*tensors, mask), kwargs)
+            result = described(graph.call_function(scaled_dot_product_attention, (*tensors, mask), kwargs))
             if found.heads is not None:
                 result = method("flatten", result, 0, 1)
             elif dims == 3:
