@@ -135,6 +135,38 @@ Tensor contiguous(Stack stack) {
   return tensor.is_contiguous() ? reference(tensor) : tensor.contiguous_copy();
 }
 
+Tensor unflatten(Stack stack) {
+  constexpr const char* kOp = "unflatten";
+  const Tensor tensor = stack.tensor();
+  const int64_t unflattened = dim_of(kOp, "dim", stack.integer(), tensor.dims());
+  const Integers given = stack.integers();
+  Integers sizes;
+  for (int64_t dim = 0; dim < tensor.dims(); ++dim) {
+    if (dim != unflattened) sizes.add(tensor.size(dim));
+    for (int64_t i = 0; dim == unflattened && i < given.size(); ++i) sizes.add(i < Integers::kMost ? given[i] : 0);
+  }
+  return with_sizes(tensor, sizes_of(kOp, tensor, sizes));
+}
+
+// The channels of an image, which are dimension 1, last in memory.
+bool is_dense_channels_last(const Tensor& image) {
+  if (image.dims() < 3 || image.stride(1) != 1) return false;
+  int64_t stride = image.size(1);
+  for (int64_t dim = image.dims() - 1; dim >= 0; --dim) {
+    if (dim == 1 || image.size(dim) == 1) continue;
+    if (image.stride(dim) != stride) return false;
+    stride *= image.size(dim);
+  }
+  return true;
+}
+
+Tensor contiguous_unless_channels_last(Stack stack) {
+  const Tensor tensor = stack.tensor();
+  return tensor.is_contiguous() || is_dense_channels_last(tensor) ? reference(tensor) : tensor.contiguous_copy();
+}
+
+const ChainableOp chainable_unflatten("unflatten", &unflatten),
+    chainable_unless("contiguous_unless_channels_last", &contiguous_unless_channels_last);
 const ChainableOp chainable_reshape("reshape", &reshape), chainable_flatten("flatten", &flatten),
     chainable_contiguous("contiguous", &contiguous);
 

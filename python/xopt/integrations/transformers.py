@@ -38,7 +38,7 @@ from xopt.graph.symbol import (
     settings,
 )
 from xopt.integrations import experts  # noqa: F401 - a replacement of its own
-from xopt.modules.attention import attend, attention_call, can_attend, is_plain_attention
+from xopt.modules.attention import attend, attention_call, attention_steps, can_attend, is_plain_attention
 from xopt.modules.base import Context, Replacement, own_forward
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.linear import PackedProduct
@@ -70,9 +70,12 @@ def xopt_attention(
     unusual = dropout or any(name in _READ_BY_SDPA and given is not None for name, given in kwargs.items())
     if is_symbolic((query, key, value, attention_mask, position_bias), kwargs):
         recorder = recorder_of(query)
-        recorder.watch(module.config, "_attn_implementation")
+        stored = "_attn_implementation_internal"  # what the other is a property of
+        recorder.watch(module.config, stored if stored in vars(module.config) else "_attn_implementation")
         if unusual:
             raise NotImplementedError("attention with " + ", ".join(kwargs))
+        if position_bias is not None and attention_mask is not None:  # a step of its own
+            attention_mask, position_bias = _with_bias(position_bias, attention_mask, causal, query, key), None
         tensors = (query, key, value, attention_mask, position_bias)
         return recorder.call(attention_step, *tensors, causal=causal, scaling=scaling), None
     if unusual or not can_attend(query, key, value, attention_mask):
@@ -101,6 +104,9 @@ def attention_step(
         mask = _with_bias(position_bias, mask, causal, query, key)
         causal = False
     return attend(query, key, value, mask, causal=causal, scale=scaling)
+
+
+attention_steps[attention_step] = "scaling"
 
 
 def _has_one_mask(node: Node) -> bool:

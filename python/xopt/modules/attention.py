@@ -15,10 +15,26 @@ from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
 from xopt.modules.base import has_kernels
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable, linkables
-from xopt.modules.pattern import Pattern, argument, calls, dtype_of, is_call, is_size, replace, shape_of, step
+from xopt.modules.pattern import (
+    MULTIPLY,
+    VIEWS,
+    Pattern,
+    allow_copies,
+    argument,
+    calls,
+    dtype_of,
+    is_call,
+    is_size,
+    only_reader,
+    remove_unused,
+    replace,
+    shape_of,
+    step,
+)
 from xopt.modules.substitute import are_plain, in_place_of
 from xopt.modules.views import transposed
 from xopt.ops.fakes import FLOATING
+from xopt.ops.views import contiguous_unless_channels_last
 
 _attention = torch.ops.xopt.attention.default
 
@@ -58,9 +74,13 @@ def scaled_dot_product_attention(
     return attend(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
 
 
+attention_steps: dict[Any, str] = {scaled_dot_product_attention: "scale"}
+"""Steps that take query, key, value and more, with the name of their scale. Integrations have more of them."""
+
+
 def is_plain_attention(node: Node, mask: Any) -> bool:
     """Whether the kernel takes the recorded tensors, and those of all calls but for their sizes."""
-    tensors = node.args[:3]
+    tensors: Any = node.args[:3]
     if not all(len(shape_of(each)) == 4 and _has_fixed_dtype(each) for each in tensors):
         return False
     if mask is not None and (len(shape_of(mask)) > 4 or dtype_of(mask) not in (torch.bool, *FLOATING)):
@@ -151,3 +171,43 @@ class FindAttention(Pattern):
                 continue
             kwargs = {"causal": bool(causal), "scale": scale, "gqa": bool(gqa)}
             replace(graph, node, scaled_dot_product_attention, (query, key, value, mask), kwargs)
+
+
+class AttendAsItLies(Pattern):
+    """Queries, keys and values are read as they lie, and a number that queries were multiplied by is a factor of the
+    scores: no pass over them before attention."""
+
+    stage: ClassVar[int] = 4
+    switch: ClassVar[str] = "fuse_attention"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, *attention_steps):
+            node.args = (*map(_without_copy, node.args[:3]), *node.args[3:])
+        remove_unused(graph)
+        for node in calls(graph, *attention_steps):
+            scale = node.kwargs[attention_steps[node.target]]
+            found = None if scale is None else _multiplied(node, node.args[0])
+            if found is not None:
+                source, factor = found.args
+                allow_copies(found)
+                found.replace_all_uses_with(source)
+                node.kwargs = {**node.kwargs, attention_steps[node.target]: scale * factor}
+
+
+def _without_copy(node: Any) -> Any:
+    while is_call(node, "contiguous", contiguous_unless_channels_last) and len(node.args) == 1 and not node.kwargs:
+        node = node.args[0]
+    return node
+
+
+def _multiplied(reader: Node, node: Any) -> Any:
+    """The product with a number that a view is of, if nobody else reads it."""
+    while only_reader(node) is reader:
+        if is_call(node, *MULTIPLY):
+            values = len(node.args) == 2 and isinstance(node.args[0], Node) and type(node.args[1]) is float
+            return node if values and dtype_of(node) == dtype_of(node.args[0]) and node.args[0] is not reader else None
+        if not is_call(node, *VIEWS):
+            return None
+        reader, node = node, node.args[0]
+    return None

@@ -30,7 +30,13 @@ from xopt.modules.substitute import run_substituted
 _log = logging.getLogger("xopt")
 
 PROGRAMS = "_xopt_programs"
-_TORCHS_OWN = (nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_TORCHS_OWN = (
+    nn.Sequential,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
+)
 _MOST_MODULES = 512  # as one program, which is made anew for each change inside
 _MOST_SIGNATURES = 16
 _MOST_VARIANTS = 4  # of one signature, for sizes that take different branches

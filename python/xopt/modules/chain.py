@@ -101,6 +101,8 @@ class Seen:
         self.calls: list[Call] = []
         self.shapes: dict[Value, Shape] = {}
         """Of operands that stand where a step has a tensor."""
+        self.parts = 0
+        """How many of the step's parts are wanted, counted from the first."""
         self.lasts = True
         """Whether all of it can be watched."""
         self._modules = modules
@@ -171,6 +173,8 @@ class Link(NamedTuple):
     step: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    parts: int
+    """How many of several that it gives are wanted, counted from the first."""
 
 
 class Settled(NamedTuple):
@@ -220,6 +224,7 @@ class Chain:
 
         for link in self._links:
             args, kwargs = _mapped(link, told)
+            seen.parts = link.parts
             calls = linkables[link.step].tell(seen, *args, **kwargs)
             if calls is None or not seen.lasts:
                 return None
@@ -249,7 +254,8 @@ class Chain:
             if isinstance(argument, Result):
                 return _part(self._links[argument.number], results[argument.number], argument.part)
             if isinstance(argument, SizeOf):
-                return argument.value.size(argument.dim)
+                sized: Any = argument.value
+                return sized.size(argument.dim)
             if isinstance(argument, Stored):
                 module = modules[0].get_submodule(argument.path)
                 return getattr(module, argument.name) if argument.name else module
@@ -274,7 +280,8 @@ def _mapped(link: Link, change: Callable[[Any, bool], Any]) -> tuple[tuple[Any, 
 
 def _map(argument: Any, change: Callable[[Any, bool], Any], inside: bool) -> Any:
     if isinstance(argument, SizeOf):
-        return change(argument._replace(value=change(argument.value, False)), inside)
+        of: Any = change(argument.value, False)
+        return change(argument._replace(value=of), inside)
     if type(argument) is tuple:
         return tuple(_map(each, change, True) for each in argument)
     return change(argument, inside)

@@ -151,7 +151,8 @@ class _Chained:
         for node in nodes:
             args = tuple(self._told(each) for each in node.args)
             kwargs = {name: self._told(each) for name, each in node.kwargs.items()}
-            self.links.append(Link(node.target, args, kwargs))
+            parts: list[Any] = [user.args[1] for user in node.users if _is_part(user)]
+            self.links.append(Link(node.target, args, kwargs, max(parts, default=-1) + 1))
             self._numbers[node] = len(self.links) - 1
 
     def _told(self, argument: Any) -> Any:

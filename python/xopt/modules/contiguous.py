@@ -6,18 +6,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor
 from torch.fx import Graph
 
 from xopt.modules.pattern import Pattern, calls, replace, shape_of
-
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def contiguous_unless_channels_last(image: Tensor) -> Tensor:
-    last = image.stride(1) == 1 and image.is_contiguous(memory_format=_FORMATS[image.dim()])
-    return image if last else image.contiguous()
+from xopt.ops.views import FORMATS, contiguous_unless_channels_last
 
 
 class KeepChannelsLast(Pattern):
@@ -27,7 +19,7 @@ class KeepChannelsLast(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, "contiguous"):
-            if len(node.args) == 1 and not node.kwargs and len(shape_of(node)) in _FORMATS:
+            if len(node.args) == 1 and not node.kwargs and len(shape_of(node)) in FORMATS:
                 new = replace(graph, node, contiguous_unless_channels_last, node.args, {})
                 for user in new.users:
                     if user.op == "call_method" and user.target == "view":

@@ -162,6 +162,14 @@ def linear(
     return _product(module, place, input, bias, told(after, input, out_dtype, scale=scale, other=other))
 
 
+def linear_call(
+    input: Value, packed: Value, width: int, bias: Value | None, out_dtype: torch.dtype, first_column: int = 0
+) -> Call:
+    """A chain's call of the operator that has nothing fused."""
+    arguments = (input, packed, width, bias, *fused_arguments({}, None), out_dtype, 1.0, 0, first_column, None)
+    return Call("linear", arguments, input, lambda rows: (*rows[:-1], width))
+
+
 def _is_plain(node: Node) -> bool:
     module: Any = node.args[0]
     return node.kwargs.get("out_dtype") in FLOATING and not is_computed(module.meta[EXAMPLE])

@@ -13,10 +13,10 @@ from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import activation_of
 from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.computed_weight import is_computed, weight_of
-from xopt.modules.linear import PackedProduct, linear
+from xopt.modules.linear import PackedProduct, linear, linear_call
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
 from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
-from xopt.modules.product import fused_arguments, told
+from xopt.modules.product import told
 from xopt.modules.views import narrowed
 
 _linear = torch.ops.xopt.linear.default
@@ -104,8 +104,6 @@ def _merged_linear_calls(
     sizes = [seen.attribute(module, "out_features") for module in modules]
     biases = [seen.tensor(module, "bias") for module in modules]
     bias = seen.own(_joined(biases, sizes)) if any(each is not None for each in biases) else None
-    width = sum(sizes)
-    arguments = (input, packed[0], width, bias, *fused_arguments({}, None), out_dtype, 1.0, 0, 0, None)
-    together = seen.call(Call("linear", arguments, input, lambda rows: (*rows[:-1], width)))
+    together = seen.call(linear_call(input, packed[0], sum(sizes), bias, out_dtype))
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     return [narrowed(together, start, size) for start, size in zip(starts, sizes, strict=True)]

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.nn import functional
 
 from xopt.graph.autocast import autocast_dtype
+from xopt.graph.record import EXAMPLE
 from xopt.graph.symbol import is_symbolic, recorder_of
 from xopt.modules.attention import join_masks, scaled_dot_product_attention
 from xopt.modules.base import (
@@ -24,13 +26,15 @@ from xopt.modules.base import (
     plain_parameter_problem,
     result_dtype,
 )
-from xopt.modules.linear import place_of
+from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.linear import linear_call, place_of
 from xopt.modules.matmul import matmul
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import is_for_torch
 from xopt.modules.substitute import are_plain, in_place_of
+from xopt.modules.views import narrowed
 from xopt.ops.fakes import FLOATING
 
 _linear = torch.ops.xopt.linear.default
@@ -86,7 +90,8 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
         mask = None if causal else _mask(attn_mask, key_padding_mask, self.num_heads)
         recording = is_symbolic((query, key, value), {})
         if recording:
-            projected = recorder_of(query, key, value).call_module(self, in_projection, query, key, value)
+            recorder, out_dtype = recorder_of(query, key, value), result_dtype(query)
+            projected = recorder.call_module(self, in_projection, query, key, value, out_dtype=out_dtype)
         else:
             projected = in_projection(self, query, key, value)
         queries, keys, values = (_heads(part, self.num_heads, self.batch_first) for part in projected)
@@ -182,7 +187,14 @@ def _plain(parameter: Tensor | None, dtype: torch.dtype | None) -> Tensor | None
 
 
 @step("merged linear")
-def in_projection(module: PackedMultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def in_projection(
+    module: PackedMultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,  # what follows from the query; for chains
+) -> tuple[Tensor, ...]:
     """Queries, keys and values. Which of the inputs are the same tensor is so in all calls of a recorded graph."""
     size, bias = module.embed_dim, module._parameters["in_proj_bias"]
     biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -200,6 +212,32 @@ def in_projection(module: PackedMultiheadAttention, query: Tensor, key: Tensor, 
         both = None if bias is None else bias[size:]
         return queries, *_product(key, weight, both, 2 * size, size).chunk(2, -1)
     return queries, _product(key, weight, biases[1], size, size), _product(value, weight, biases[2], size, 2 * size)
+
+
+def _is_of_one(node: Node) -> bool:
+    """Whether all three are computed from one tensor, by one weight."""
+    module: Any = node.args[0]
+    same = node.args[1] is node.args[2] and node.args[2] is node.args[3]
+    return same and module.meta[EXAMPLE]._qkv_same_embed_dim and node.kwargs["out_dtype"] in FLOATING
+
+
+@chainable(in_projection, where=_is_of_one, has_parts=True)
+def _in_projection_calls(
+    seen: Seen,
+    module: PackedMultiheadAttention,
+    query: Value,
+    key: Value,
+    value: Value,
+    *,
+    out_dtype: torch.dtype,
+) -> list[Call] | None:
+    place = place_of(module._parameters["in_proj_weight"])
+    if place is None:
+        return None
+    packed = seen.packed(module, "in_proj_weight", place.packed)
+    size, bias = seen.attribute(module, "embed_dim"), seen.parameter(module, "in_proj_bias")
+    together = seen.call(linear_call(query, packed, 3 * size, bias, out_dtype, place.first_column))
+    return [narrowed(together, part * size, size) for part in range(3)]
 
 
 def _product(input: Tensor, weight: Any, bias: Tensor | None, features: int, first_column: int = 0) -> Tensor:

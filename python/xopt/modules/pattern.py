@@ -141,6 +141,9 @@ DIVIDE = (operator.truediv, torch.div, "div", "__truediv__")
 MATMUL = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
 
 
+VIEWS = ("reshape", "view", "transpose", "permute", "unflatten", "unsqueeze", "contiguous")
+
+
 def operands(node: Any, targets: tuple[Any, ...]) -> tuple[Any, Any] | None:
     """The two operands of a plain addition or product."""
     if not is_call(node, *targets) or len(node.args) != 2 or node.kwargs:

@@ -14,8 +14,9 @@ import torch
 from torch.fx import Node
 
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
-from xopt.modules.pattern import is_size
+from xopt.modules.pattern import argument, is_size
 from xopt.ops.chain import SizeOf
+from xopt.ops.views import contiguous_unless_channels_last
 
 _ALL = slice(None)
 
@@ -30,6 +31,12 @@ def _has_sizes(node: Node) -> bool:
 
 def _has_numbers(node: Node) -> bool:
     return all(type(each) is int for each in (*node.args[1:], *node.kwargs.values()))
+
+
+def _unflattens_last(node: Node) -> bool:
+    sizes = argument(node, 2, "sizes")
+    numbers = isinstance(sizes, (tuple, list)) and all(type(size) is int for size in sizes)
+    return numbers and argument(node, 1, "dim") == -1 and len(node.args) == 3
 
 
 def _listed(given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -62,6 +69,20 @@ def _flatten(seen: Seen, input: Value, start_dim: int = 0, end_dim: int = -1) ->
 @chainable("contiguous", where=_has_numbers, is_view=True)
 def _contiguous(seen: Seen, input: Value) -> Call:
     return Call("contiguous", (input,), input, lambda shape: shape)
+
+
+@chainable(contiguous_unless_channels_last, where=_has_numbers, is_view=True)
+def _contiguous_unless_channels_last(seen: Seen, input: Value) -> Call:
+    return Call(contiguous_unless_channels_last.__name__, (input,), input, lambda shape: shape)
+
+
+@chainable("unflatten", where=_unflattens_last, is_view=True)
+def _unflatten(seen: Seen, input: Value, dim: int, sizes: tuple[int, ...]) -> Call:
+    def shape(shape: Shape) -> Shape:
+        rest = math.prod(size for size in sizes if size != -1)
+        return (*shape[:-1], *(shape[-1] // rest if size == -1 else size for size in sizes))
+
+    return Call("unflatten", (input, dim, sizes), input, shape)
 
 
 def transposed(input: Value, dim0: int, dim1: int) -> Call:
@@ -121,3 +142,26 @@ def _select(seen: Seen, input: Value, key: Any) -> Call:
         return (*shape[:dim], *shape[dim + 1 :])
 
     return Call("select", (input, dim, listed[dim]), input, shape)
+
+
+def _splits(node: Node) -> bool:
+    size, dim = argument(node, 1, "split_size"), argument(node, 2, "dim", 0)
+    return type(size) is int and type(dim) is int and node.kwargs.keys() <= {"dim"}
+
+
+@chainable("split", torch.split, where=_splits, is_view=True, has_parts=True)
+def _split(seen: Seen, input: Value, size: int, dim: int = 0) -> list[Call]:
+    """As many parts as are wanted, none of them shorter than the others."""
+
+    def part(place: int) -> Call:
+        def shape(shape: Shape) -> Shape:
+            sizes = list(shape)
+            sizes[dim] = size
+            return tuple(sizes)
+
+        def fits(shape: Shape) -> bool:
+            return shape[dim] >= (place + 1) * size
+
+        return Call("narrow", (input, dim, place * size, size), input, shape, fits=fits)
+
+    return [part(place) for place in range(seen.parts)]

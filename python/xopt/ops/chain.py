@@ -9,6 +9,7 @@ import torch
 
 from xopt.ops.costs import COSTS, Shape, Work, cost_of
 from xopt.ops.fakes import Tensor, fake_of
+from xopt.ops.views import view_of
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -92,7 +93,7 @@ def _calls_of(text: str) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
     for line in text.split("\n")[:-1]:
         op, *tokens = line.split(" ")
         args, kwargs = [], {}
-        if not hasattr(torch.ops.xopt, op):  # a view, which is called as torch's method
+        if view_of(op) is not None:
             yield op, [_argument(token) for token in tokens], {}
             continue
         schema = getattr(torch.ops.xopt, op).default._schema
@@ -121,7 +122,7 @@ def _filled(argument: Any, tensors: Sequence[Any], results: Sequence[Any]) -> An
 
 def _called(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """The results of a call."""
-    function = getattr(torch.ops.xopt, op).default if hasattr(torch.ops.xopt, op) else getattr(Tensor, op)
+    function: Any = view_of(op) or getattr(torch.ops.xopt, op).default
     result = function(*args, **kwargs)
     return result if isinstance(result, tuple) else (result,)
 
@@ -148,7 +149,7 @@ def _chain_work(tensors: Sequence[Shape], calls: str) -> Work:
         return value.to(torch.uint8) if name == "packed" else value
 
     for op, args, kwargs in _calls_of(calls):
-        if op not in COSTS:  # a view
+        if view_of(op) is not None:
             results.append(_called(op, [like("", each) for each in args], kwargs))
             continue
         names = [argument.name for argument in getattr(torch.ops.xopt, op).default._schema.arguments]
