@@ -49,8 +49,9 @@ PyObject* packed_of(PyObject* parameter) {
 }
 
 bool is_expected(const py::object& expected, PyObject* found) {
-  if (expected.is_none()) return found == nullptr || found == Py_None;
-  return found != nullptr && refers_to(py::reinterpret_borrow<py::weakref>(expected), found);
+  const bool is_none = found == nullptr || found == Py_None;  // which is what a reference to something gone gives, too
+  if (expected.is_none() || is_none) return expected.is_none() && is_none;
+  return refers_to(py::reinterpret_borrow<py::weakref>(expected), found);
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ bool read(std::string_view text, Number* value) {
 
 size_t read_place(std::string_view token, size_t count, const char* what) {
   int64_t place = -1;
-  if (!read(token.substr(1), &place) || place < 0 || place >= static_cast<int64_t>(count)) {
+  if (token.empty() || !read(token.substr(1), &place) || place < 0 || place >= static_cast<int64_t>(count)) {
     fail_calls("expected ", what, " below ", count, ", got ", token);
   }
   return static_cast<size_t>(place);

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
-from xopt.modules.pattern import argument, is_size
+from xopt.modules.pattern import argument, is_size, shape_of
 from xopt.ops.chain import SizeOf
 from xopt.ops.views import contiguous_unless_channels_last
 
 _ALL = slice(None)
+_MOST_DIMS = 8  # that a call of a chain knows
+
+
+def _view(
+    *steps: Any, where: Callable[[Node], bool], has_parts: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def is_told(node: Node) -> bool:
+        return max(len(shape_of(node)), len(shape_of(node.args[0]))) <= _MOST_DIMS and where(node)
+
+    return chainable(*steps, where=is_told, is_view=True, has_parts=has_parts)
 
 
 def _has_sizes(node: Node) -> bool:
@@ -43,7 +54,7 @@ def _listed(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return given[0] if len(given) == 1 and type(given[0]) is tuple else given
 
 
-@chainable("reshape", "view", torch.reshape, where=_has_sizes, is_view=True)
+@_view("reshape", "view", torch.reshape, where=_has_sizes)
 def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
     sizes = _listed(given)
     others = tuple(each.value for each in sizes if isinstance(each, SizeOf))
@@ -57,7 +68,7 @@ def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
     return Call("reshape", (input, sizes), input, shape, others=others)
 
 
-@chainable("flatten", torch.flatten, where=_has_numbers, is_view=True)
+@_view("flatten", torch.flatten, where=_has_numbers)
 def _flatten(seen: Seen, input: Value, start_dim: int = 0, end_dim: int = -1) -> Call:
     def shape(shape: Shape) -> Shape:
         first, last = start_dim % len(shape), end_dim % len(shape)
@@ -66,17 +77,17 @@ def _flatten(seen: Seen, input: Value, start_dim: int = 0, end_dim: int = -1) ->
     return Call("flatten", (input, start_dim, end_dim), input, shape)
 
 
-@chainable("contiguous", where=_has_numbers, is_view=True)
+@_view("contiguous", where=_has_numbers)
 def _contiguous(seen: Seen, input: Value) -> Call:
     return Call("contiguous", (input,), input, lambda shape: shape)
 
 
-@chainable(contiguous_unless_channels_last, where=_has_numbers, is_view=True)
+@_view(contiguous_unless_channels_last, where=_has_numbers)
 def _contiguous_unless_channels_last(seen: Seen, input: Value) -> Call:
     return Call(contiguous_unless_channels_last.__name__, (input,), input, lambda shape: shape)
 
 
-@chainable("unflatten", where=_unflattens_last, is_view=True)
+@_view("unflatten", where=_unflattens_last)
 def _unflatten(seen: Seen, input: Value, dim: int, sizes: tuple[int, ...]) -> Call:
     def shape(shape: Shape) -> Shape:
         rest = math.prod(size for size in sizes if size != -1)
@@ -94,18 +105,18 @@ def transposed(input: Value, dim0: int, dim1: int) -> Call:
     return Call("transpose", (input, dim0, dim1), input, shape)
 
 
-@chainable("transpose", torch.transpose, where=_has_numbers, is_view=True)
+@_view("transpose", torch.transpose, where=_has_numbers)
 def _transpose(seen: Seen, input: Value, dim0: int, dim1: int) -> Call:
     return transposed(input, dim0, dim1)
 
 
-@chainable("permute", torch.permute, where=_has_sizes, is_view=True)
+@_view("permute", torch.permute, where=_has_sizes)
 def _permute(seen: Seen, input: Value, *given: Any) -> Call:
     dims = _listed(given)
     return Call("permute", (input, dims), input, lambda shape: tuple(shape[dim] for dim in dims))
 
 
-@chainable("unsqueeze", torch.unsqueeze, where=_has_numbers, is_view=True)
+@_view("unsqueeze", torch.unsqueeze, where=_has_numbers)
 def _unsqueeze(seen: Seen, input: Value, dim: int) -> Call:
     def shape(shape: Shape) -> Shape:
         place = dim % (len(shape) + 1)
@@ -133,7 +144,7 @@ def _takes_one(node: Node) -> bool:
     return all(each == _ALL or type(each) is int for each in key) and sum(type(each) is int for each in key) == 1
 
 
-@chainable(operator.getitem, where=_takes_one, is_view=True)
+@_view(operator.getitem, where=_takes_one)
 def _select(seen: Seen, input: Value, key: Any) -> Call:
     listed = key if type(key) is tuple else (key,)
     dim = next(place for place, each in enumerate(listed) if type(each) is int)
@@ -149,7 +160,7 @@ def _splits(node: Node) -> bool:
     return type(size) is int and type(dim) is int and node.kwargs.keys() <= {"dim"}
 
 
-@chainable("split", torch.split, where=_splits, is_view=True, has_parts=True)
+@_view("split", torch.split, where=_splits, has_parts=True)
 def _split(seen: Seen, input: Value, size: int, dim: int = 0) -> list[Call]:
     """As many parts as are wanted, none of them shorter than the others."""
 

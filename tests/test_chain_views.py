@@ -1,0 +1,212 @@
+"""Views, second results and sizes in torch.ops.xopt.chain, against torch's methods and the single operators."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from xopt.ops.chain import Given, Result, SizeOf, call_text, calls_text
+from xopt.ops.costs import COSTS
+from xopt.ops.views import contiguous_unless_channels_last, view_of
+
+ops: Any = torch.ops.xopt
+
+# What follows a view, so that a chain has a result of its own: it reads a tensor in whatever layout.
+NORM = ("layer_norm", Result(0), None, None, 1e-5, None, False, torch.float32)
+
+
+def through_a_chain(x: Tensor, op: str, *arguments: Any) -> Tensor:
+    """The norm of a view."""
+    text = calls_text([call_text(op, (Given(0), *arguments)), call_text(NORM[0], NORM[1:])], [Result(1)])
+    (result,) = ops.chain([x], text)
+    return result  # type: ignore[no-any-return]
+
+
+def check(x: Tensor, op: str, *arguments: Any) -> None:
+    function: Any = view_of(op)
+    wanted, _ = ops.layer_norm(function(x, *arguments))
+    result = through_a_chain(x, op, *arguments)
+    assert result.shape == wanted.shape
+    assert torch.equal(result, wanted)
+
+
+def random_tensor(draw: random.Random, least: int = 1) -> Tensor:
+    """Of up to five dimensions in any order, of which some are parts of larger ones, begun somewhere in memory."""
+    sizes = [draw.choice((1, 2, 3, 4, 6)) for _ in range(draw.randint(least, 5))]
+    order = draw.sample(range(len(sizes)), len(sizes))
+    x = torch.randn([sizes[dim] + draw.choice((0, 0, 0, 2)) for dim in order])
+    x = x[tuple(slice(x.shape[place] - sizes[dim], None) for place, dim in enumerate(order))]
+    return x.permute([order.index(dim) for dim in range(len(sizes))])
+
+
+def other_sizes(draw: random.Random, count: int) -> list[int]:
+    """Of as many elements, with one left open now and then."""
+    sizes: list[int] = []
+    while math.prod(sizes) != count:
+        rest = count // math.prod(sizes)
+        sizes.append(draw.choice([size for size in range(1, rest + 1) if rest % size == 0]))
+        if len(sizes) > 2:
+            sizes[-1] *= count // math.prod(sizes)
+    sizes = sizes or [1]
+    if draw.random() < 0.5:
+        sizes[draw.randrange(len(sizes))] = -1
+    return sizes
+
+
+def arguments_of(draw: random.Random, op: str, x: Tensor) -> tuple[Any, ...]:
+    def dim() -> int:
+        return draw.randrange(-x.dim(), x.dim())
+
+    if op == "reshape":
+        return (other_sizes(draw, x.numel()),)
+    if op == "flatten":
+        first = draw.randrange(x.dim())
+        return first, draw.choice((draw.randrange(first, x.dim()), -1))
+    if op == "unflatten":
+        chosen = dim()
+        return chosen, other_sizes(draw, x.shape[chosen])
+    if op == "permute":
+        return ([each - draw.choice((0, x.dim())) for each in draw.sample(range(x.dim()), x.dim())],)
+    if op == "transpose":
+        return dim(), dim()
+    if op == "unsqueeze":
+        return (draw.randrange(-x.dim() - 1, x.dim() + 1),)
+    if op == "squeeze":
+        return (dim(),)
+    if op == "narrow":
+        chosen = dim()
+        start = draw.randrange(x.shape[chosen])
+        return chosen, start, draw.randrange(1, x.shape[chosen] - start + 1)
+    if op == "select":
+        chosen = dim()
+        return chosen, draw.randrange(-x.shape[chosen], x.shape[chosen])
+    return ()
+
+
+VIEWS = (
+    *("reshape", "flatten", "unflatten", "permute", "transpose", "unsqueeze", "squeeze", "narrow", "select"),
+    "contiguous",
+)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("op", VIEWS)
+@pytest.mark.parametrize("seed", range(40))
+def test_views_are_torchs(op: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    x = random_tensor(draw, least=2 if op in ("select", "squeeze") else 1)
+    check(x, op, *arguments_of(draw, op, x))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1), (2, 3, 4, 5, 6), (1, 8, 3, 3)])
+def test_contiguous_unless_channels_last(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    for layout in (x, x.movedim(1, -1).contiguous().movedim(-1, 1), x.transpose(1, 2), x[:, :, :1], x[:1]):
+        check(layout, contiguous_unless_channels_last.__name__)
+
+
+def test_views_of_nothing() -> None:
+    x = torch.empty(0, 4, 6)
+    for op, *arguments in (("reshape", [0, 24]), ("flatten", 0, 1), ("permute", [2, 0, 1]), ("narrow", 1, 1, 2)):
+        check(x, op, *arguments)
+
+
+def test_sizes_are_looked_up_in_each_call() -> None:
+    sizes = [SizeOf(Given(0), 0), SizeOf(Result(0), 1), -1, 4]
+    first = ("transpose", Given(0), 1, 2)
+    text = calls_text(
+        [call_text(each[0], each[1:]) for each in (first, ("reshape", Result(0), sizes), ("contiguous", Result(1)))],
+        [Result(2)],
+    )
+    for shape in ((2, 8, 3), (1, 4, 5), (3, 12, 1)):
+        x = torch.randn(shape)
+        (result,) = ops.chain([x], text)
+        assert torch.equal(result, x.transpose(1, 2).reshape(shape[0], shape[2], -1, 4))
+
+
+def test_both_results_of_a_call() -> None:
+    x, residual = torch.randn(3, 16), torch.randn(3, 16)
+    norm = ("layer_norm", Given(0), None, None, 1e-5, Given(1), True, torch.float32)
+    again = ("layer_norm", Result(0, 1), None, None, 1e-5, Result(0), True, torch.float32)
+    text = calls_text([call_text(each[0], each[1:]) for each in (norm, again)], [Result(0, 1), Result(1), Result(1, 1)])
+    out, total = ops.layer_norm(x, residual=residual, return_sum=True)
+    last = ops.layer_norm(total, residual=out, return_sum=True)
+    for result, wanted in zip(ops.chain([x, residual], text), (total, *last), strict=True):
+        assert torch.equal(result, wanted)
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "second of one": ("contiguous %0\nreturn $0.1", "expected which result of a call, below 1, got .1"),
+    "third": ("layer_norm %0 - - 1e-5 - false -\nreturn $0.2", "expected which result of a call, below 2, got .2"),
+    "no dimension": ("reshape %0 [%0,6]\nreturn $0", "expected a colon and a dimension"),
+    "dimension": ("reshape %0 [%0:3,-1]\nreturn $0", r"expected dimensions of tensors in .*, got 3 of shape \[2, 6\]"),
+    "size of no tensor": ("reshape %0 [%7:0,-1]\nreturn $0", "expected places of the 1 tensors"),
+    "size of a later one": ("reshape %0 [$0:0,-1]\nreturn $0", "expected the number of an earlier call below 0"),
+    "shape": ("reshape %0 [5,-1]\nreturn $0", r"shape: expected sizes for the elements of \[2, 6\], got \[5, -1\]"),
+    "two open": ("reshape %0 [-1,-1]\nreturn $0", "shape: expected sizes for the elements"),
+    "negative": ("reshape %0 [-2,-6]\nreturn $0", "shape: expected sizes for the elements"),
+    "many sizes": ("reshape %0 [1,1,1,1,1,1,1,1,12]\nreturn $0", "shape: expected at most 8 dimensions, got 9"),
+    "start": ("flatten %0 2 -1\nreturn $0", "start_dim: expected one of 2 dimensions, got 2"),
+    "unflatten": ("unflatten %0 -1 [4,-1]\nreturn $0", "shape: expected sizes"),
+    "twice": ("permute %0 [0,0]\nreturn $0", "dims: expected each of 2 dimensions"),
+    "some": ("permute %0 [0]\nreturn $0", "dims: expected each of 2 dimensions"),
+    "dim": ("transpose %0 0 -3\nreturn $0", "dim1: expected one of 2 dimensions, got -3"),
+    "unsqueeze": ("unsqueeze %0 3\nreturn $0", "dim: expected one of 3 dimensions, got 3"),
+    "squeeze": ("squeeze %0 2\nreturn $0", "dim: expected one of 2 dimensions, got 2"),
+    "length": ("narrow %0 1 4 3\nreturn $0", "length: expected a part of 6 elements, got 3 from 4 on"),
+    "before": ("narrow %0 1 -1 3\nreturn $0", "length: expected a part"),
+    "index": ("select %0 0 2\nreturn $0", "index: expected one of 2 elements, got 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls(name: str) -> None:
+    text, message = BAD[name]
+    with pytest.raises(RuntimeError, match=f"xopt::[a-z]+: (calls: )?{message}"):
+        ops.chain([torch.randn(2, 6)], text)
+
+
+@pytest.mark.parametrize("dims", [9])
+def test_more_dimensions_than_views_have(dims: int) -> None:
+    x = torch.randn([1] * dims)
+    with pytest.raises(RuntimeError, match="xopt::transpose: input: expected at most 8 dimensions"):
+        ops.chain([x], "transpose %0 0 1\nreturn $0")
+
+
+def layer_calls() -> tuple[list[Tensor], str]:
+    """What a layer of a transformer is: merged projections, heads, attention, a norm of the sum."""
+    x, weight, square = torch.randn(2, 5, 32), torch.randn(96, 32), torch.randn(32, 32)
+    tensors = [x, *(ops.linear_pack(each, dtype=torch.float32) for each in (weight, square))]
+    lines = ["linear %0 %1 96 - none 0.0 0.0 none - false float32 1.0 0 0 -"]
+    for place in range(3):
+        lines.append(f"narrow $0 -1 {32 * place} 32")
+    for place in range(3):
+        lines += [f"reshape ${1 + place} [%0:0,%0:1,-1,8]", f"transpose ${4 + 2 * place} 1 2"]
+    lines += ["attention $5 $7 $9 - - false 0 0", "flatten $10 2 -1"]
+    lines.append("linear_norm $11 %2 32 - %0 layer_norm - - 1e-5 float32 true")
+    return tensors, "\n".join([*lines, "return $12.1 $12"])
+
+
+def test_a_layer_and_what_is_known_of_it_without_values() -> None:
+    tensors, calls = layer_calls()
+    x, weight, square = tensors
+    parts = ops.linear(x, weight, 96).chunk(3, -1)
+    query, key, value = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in parts)
+    attended = ops.attention(query, key, value).flatten(2)
+    wanted = ops.linear_norm(attended, square, 32, residual=x, return_sum=True)[::-1]
+    for result, each in zip(ops.chain(tensors, calls), wanted, strict=True):
+        assert torch.equal(result, each)
+    with FakeTensorMode() as mode:
+        faked = ops.chain([mode.from_tensor(each) for each in tensors], calls)
+    assert [(each.shape, each.dtype) for each in faked] == [(each.shape, each.dtype) for each in wanted]
+    work = COSTS["chain"].work([each.shape for each in tensors], calls)
+    products: Callable[[int, int], int] = lambda columns, terms: 2 * 2 * 5 * columns * terms  # noqa: E731
+    assert work.flop == products(96, 32) + products(32, 32) + 2 * 2 * (2 * 4 * 5 * 5 * 8)
