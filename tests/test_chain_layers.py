@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import xopt
 from tests.test_blocks import assert_gone_when_dropped
 from xopt.modules import chain as chains
 from xopt.modules.block import PROGRAMS
+from xopt.ops.chain import Given, Result
 
 SIZE, HEADS = 64, 4
 
@@ -374,3 +376,59 @@ def test_an_image_of_tokens_goes_to_a_convolution_in_its_layout() -> None:
         with torch.no_grad():
             x = tokens(2, length)
             assert optimized(x).stride() == source(x).stride()
+
+
+# ---- What cannot be told ---------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_told_is_not_asked_for_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that somebody has put in a packed one's place, until another packed one comes."""
+    source, optimized = optimized_pair(Layer)
+    x = tokens(2, 5)
+    check(source, optimized, x)
+    tries: list[int] = []
+    settle = chains.Chain._settle
+
+    def counted(self: Any, modules: Any, given: int) -> Any:
+        tries.append(1)
+        return settle(self, modules, given)
+
+    monkeypatch.setattr(chains.Chain, "_settle", counted)
+    own, packed = source.up.weight, optimized.up.weight
+    for layer in (source, optimized):
+        layer.up.weight = nn.Parameter(torch.ones(96, SIZE) / SIZE)
+    for _ in range(200):
+        check(source, optimized, x)
+    assert 5 <= len(tries) <= 12
+    optimized.up.weight = packed
+    for _ in range(65):
+        with torch.no_grad():
+            optimized(x)
+    tries.clear()
+    source.up.weight = own
+    check(source, optimized, x)
+    assert not tries
+
+
+def test_what_no_later_step_reads_is_freed() -> None:
+    """Step by step, too: of three copies, two are alive at a time."""
+    alive: list[weakref.ref[Tensor]] = []
+    most = []
+
+    def copied(x: Tensor) -> Tensor:
+        result = x.clone()
+        alive.append(weakref.ref(result))
+        most.append(sum(each() is not None for each in alive))
+        return result
+
+    given: Any = Given(0)
+    chains.linkables[copied] = chains.linkables["contiguous"]
+    try:
+        links = [chains.Link(copied, (given if place == 0 else Result(place - 1),), {}, 0) for place in range(5)]
+        chain = chains.Chain(tuple(links), [Result(1), Result(4)])
+        results = chain._step_by_step([nn.Identity()], [torch.ones(3)])
+    finally:
+        del chains.linkables[copied]
+    assert most == [1, 2, 2, 3, 3]
+    assert [each() is not None for each in alive] == [False, True, False, False, True]
+    assert all(torch.equal(each, torch.ones(3)) for each in results)

@@ -274,7 +274,7 @@ def test_a_dropped_block_is_gone_at_once() -> None:
 
 
 class Net(nn.Module):
-    """A small network whole: a pool among the convolutions, and more modules than other blocks may have."""
+    """A small network whole: a pool among the convolutions, and more than a hundred modules."""
 
     def __init__(self, depth: int = 12) -> None:
         super().__init__()

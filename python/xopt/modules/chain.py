@@ -25,6 +25,7 @@ Shape = tuple[int, ...]
 
 _chain = torch.ops.xopt.chain.default
 _MOST_SHAPES = 64  # that a chain remembers to fit
+_MOST_SKIPPED = 63  # calls of a chain, before it is told anew what could not be told
 
 
 class Stored(NamedTuple):
@@ -197,18 +198,26 @@ class Chain:
     def __init__(self, links: tuple[Link, ...], returned: list[Result]) -> None:
         self._links = links
         self._returned = returned
+        self._unused_after = _unused_after(links, returned)
         self._settled: Settled | None = None
+        self._skipped, self._to_skip = 0, 0
 
     def run(self, modules: list[nn.Module], *values: Tensor) -> Sequence[Tensor]:
         settled = self._settled
         if not is_watched():
             tensors = None if settled is None else settled.operands.gather(modules, values)
-            if tensors is None:
+            if tensors is None and not self._is_in_vain():
                 settled = self._settled = self._settle(modules, len(values))
                 tensors = None if settled is None else settled.operands.gather(modules, values)
+                self._to_skip = min(2 * self._to_skip + 1, _MOST_SKIPPED) if tensors is None else 0
             if tensors is not None and settled is not None and _fits(settled, values):
                 return _chain(tensors, settled.text)  # type: ignore[no-any-return]
         return self._step_by_step(modules, values)
+
+    def _is_in_vain(self) -> bool:
+        """Calls that could not be told are not asked for each time: more and more calls of the chain go by between."""
+        self._skipped = (self._skipped + 1) % (self._to_skip + 1)
+        return self._skipped != 0
 
     def _settle(self, modules: list[nn.Module], given: int) -> Settled | None:
         """None: its calls cannot be told, or not for longer than this one."""
@@ -261,11 +270,31 @@ class Chain:
                 return getattr(module, argument.name) if argument.name else module
             return argument
 
-        for link in self._links:
+        for link, unused in zip(self._links, self._unused_after, strict=True):
             args, kwargs = _mapped(link, value)
             step = getattr(torch.Tensor, link.step) if isinstance(link.step, str) else link.step
             results.append(step(*args, **kwargs))
+            for number in unused:
+                results[number] = None
+            del args, kwargs
         return [_part(self._links[each.number], results[each.number], each.part) for each in self._returned]
+
+
+def _unused_after(links: Sequence[Link], returned: Sequence[Result]) -> list[list[int]]:
+    """For each link the links whose results nobody wants once it has run."""
+    last: dict[int, int] = {}
+
+    def note(value: Any, inside: bool) -> None:
+        if isinstance(value, Result):
+            last[value.number] = place
+
+    for place, link in enumerate(links):
+        last[place] = place
+        _mapped(link, note)
+    unused: list[list[int]] = [[] for _ in links]
+    for number in last.keys() - {each.number for each in returned}:
+        unused[last[number]].append(number)
+    return unused
 
 
 def _part(link: Link, result: Any, part: int) -> Any:

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import ACTIVATIONS, activation_of
 from xopt.modules.chain import Call, Seen, Value, chainable
-from xopt.modules.computed_weight import is_computed, weight_of
-from xopt.modules.linear import PackedProduct, linear
+from xopt.modules.computed_weight import weight_of
+from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear
 from xopt.modules.packed_parameter import PackedParameter, are_pair, pack_as_pair
 from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, orders, replace, step, used_only_for
 
@@ -99,7 +99,7 @@ def gated_linear(
 
 def _has_parameters(node: Node) -> bool:
     modules: Any = node.args[:2]
-    return not any(is_computed(module.meta[EXAMPLE]) for module in modules)
+    return all(map(has_own_packed_weight, modules))
 
 
 @chainable(gated_linear, where=_has_parameters)

@@ -170,9 +170,15 @@ def linear_call(
     return Call("linear", arguments, input, lambda rows: (*rows[:-1], width))
 
 
+def has_own_packed_weight(module: Node) -> bool:
+    """Whether chains can take the weight of a recorded module as it is."""
+    example: Any = module.meta[EXAMPLE]
+    return not is_computed(example) and type(weight_of(example)) is PackedParameter
+
+
 def _is_plain(node: Node) -> bool:
     module: Any = node.args[0]
-    return node.kwargs.get("out_dtype") in FLOATING and not is_computed(module.meta[EXAMPLE])
+    return node.kwargs.get("out_dtype") in FLOATING and has_own_packed_weight(module)
 
 
 @chainable(linear, where=_is_plain)

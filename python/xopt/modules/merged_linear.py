@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import activation_of
 from xopt.modules.chain import Call, Seen, Value, chainable
-from xopt.modules.computed_weight import is_computed, weight_of
-from xopt.modules.linear import PackedProduct, linear, linear_call
+from xopt.modules.computed_weight import weight_of
+from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear, linear_call, place_of
 from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
 from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
 from xopt.modules.product import told
@@ -88,7 +88,7 @@ def merged_linear(
 
 def _has_parameters(node: Node) -> bool:
     modules: Any = node.args[0]
-    return not any(is_computed(module.meta[EXAMPLE]) for module in modules)
+    return all(map(has_own_packed_weight, modules))
 
 
 @chainable(merged_linear, where=_has_parameters, has_parts=True)
@@ -96,12 +96,17 @@ def _merged_linear_calls(
     seen: Seen, modules: Sequence[PackedProduct], input: Value, *, out_dtype: torch.dtype
 ) -> list[Call] | None:
     weights: list[Any] = [weight_of(module) for module in modules]
-    if not all(type(weight) is PackedParameter for weight in weights):
+    if any(place_of(weight) is None for weight in weights):
         return None
-    if not are_one(weights) and not pack_as_one(weights):
-        return None
+    alone = not are_one(weights) and not pack_as_one(weights)
     packed = [seen.packed(module, "weight", module.weight.place.packed) for module in modules]  # all, to watch them
     sizes = [seen.attribute(module, "out_features") for module in modules]
+    if alone:
+        own = [(seen.parameter(module, "bias"), weight_of(module).place.first_column) for module in modules]
+        return [
+            linear_call(input, weight, size, bias, out_dtype, first_column)
+            for weight, size, (bias, first_column) in zip(packed, sizes, own, strict=True)
+        ]
     biases = [seen.tensor(module, "bias") for module in modules]
     bias = seen.own(_joined(biases, sizes)) if any(each is not None for each in biases) else None
     together = seen.call(linear_call(input, packed[0], sum(sizes), bias, out_dtype))

@@ -13,9 +13,9 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
 from xopt.modules.chain import Call, Seen, Value, chainable
-from xopt.modules.computed_weight import is_computed, weight_of
+from xopt.modules.computed_weight import weight_of
 from xopt.modules.gated_linear import gated_linear
-from xopt.modules.linear import PackedProduct, is_output_like, linear, place_of
+from xopt.modules.linear import PackedProduct, has_own_packed_weight, is_output_like, linear, place_of
 from xopt.modules.merged_linear import merged_linear
 from xopt.modules.pattern import (
     ADD,
@@ -306,7 +306,7 @@ def linear_norm(
 
 def _has_parameter(node: Node) -> bool:
     module: Any = node.args[0]
-    return not is_computed(module.meta[EXAMPLE])
+    return has_own_packed_weight(module)
 
 
 @chainable(linear_norm, where=_has_parameter, has_parts=True)
