@@ -57,17 +57,19 @@ at_most = peak() - before
 with torch.no_grad():
     for _ in range(3):
         model(**words)
-fused = sum("merged linear" in fusion.fused for fusion in xopt.report(model).fusions)
+fused = sum(fusion.fused.count("merged linear") for fusion in xopt.report(model).fusions)
 sizes = dict(weights=weights * dtype.itemsize, source=4 * weights, largest=4 * largest)
 print(json.dumps(dict(sizes, steady=resident() - before, peak=at_most if told else None, fused=fused)))
 """
 PAGES = 4 * 2 << 20  # weights lie on pages of 2 MB, of which the last of a group is not full
 
 
-@pytest.mark.parametrize(("model", "dtype"), [(BERT, "float32"), (BERT, "bfloat16"), (T5, "bfloat16")])
-def test_one_copy_of_each_weight_is_held(model: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "dtype", "merged"), [(BERT, "float32", 12), (BERT, "bfloat16", 12), (T5, "bfloat16", 18)]
+)
+def test_one_copy_of_each_weight_is_held(model: str, dtype: str, merged: int) -> None:
     said: Any = json.loads(fresh_process.output_of(PROGRAM.format(model=model, dtype=dtype)))
-    assert said["fused"] == 12, "query, key and value have moved, which leaves gaps"
+    assert said["fused"] == merged, "query, key and value have moved, which leaves gaps"
     assert said["steady"] <= 1.05 * said["weights"]
     if said["peak"] is not None:
         assert said["peak"] <= said["source"] + said["largest"] + PAGES

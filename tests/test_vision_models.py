@@ -181,6 +181,7 @@ def test_as_exact_as_torch_and_on_our_kernels(name: str) -> None:
         assert result.dtype == torch.float32
         allowed = 1.1 * relative_error(plain, exact) + 8 * ROUNDING
         assert relative_error(result, exact) <= allowed, dtype
+        result_of(optimized, inputs)  # some forwards can be recorded once they have set what they set
         left = multiplied_by_torch(optimized, inputs)
         assert left <= 0.05 * whole, f"{dtype}: {left / whole:.1%} of the multiply-adds are torch's"
     assert all(torch.equal(value, kept[key]) for key, value in source.state_dict().items())

@@ -5,6 +5,7 @@ Each pattern stands in the file of the module or operator that it is about, and 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
@@ -69,7 +70,8 @@ def calls(graph: Graph, *targets: Any) -> list[Any]:
 
 
 def described(node: Node) -> Node:
-    """A new step, with the description that a recorded one would have: what torch makes of tensors without memory."""
+    """A new step, with the description that a recorded one would have: what torch makes of tensors without memory. It
+    has none where torch makes nothing of them (dtypes that only xopt brings together)."""
 
     def example(value: Any) -> Any:
         described = value.meta.get(EXAMPLE)
@@ -79,9 +81,9 @@ def described(node: Node) -> Node:
 
     args, kwargs = map_arg((node.args, node.kwargs), example)
     function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-    with torch.no_grad():
+    with contextlib.suppress(RuntimeError), torch.no_grad():
         result = function(*args, **kwargs)
-    node.meta[EXAMPLE] = Described(result.dtype, tuple(result.shape))
+        node.meta[EXAMPLE] = Described(result.dtype, tuple(result.shape))
     return node
 
 
