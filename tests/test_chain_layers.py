@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xopt
 from tests.test_blocks import assert_gone_when_dropped
+from tests.test_chain_programs import lengths_of_chains
 from xopt.modules import chain as chains
 from xopt.modules.block import PROGRAMS
 from xopt.ops.chain import Given, Result
@@ -65,15 +66,7 @@ CALLS_OF_A_LAYER = 4 + 6 + 4 + 3  # projections, their heads, attention and what
 
 @pytest.fixture
 def chained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of calls in each call of the operator."""
-    lengths: list[int] = []
-
-    def counted(tensors: Any, calls: str) -> Any:
-        lengths.append(calls.count("\n"))
-        return torch.ops.xopt.chain(tensors, calls)
-
-    monkeypatch.setattr(chains, "_chain", counted)
-    return lengths
+    return lengths_of_chains(monkeypatch)
 
 
 def optimized_pair(make: Callable[[], nn.Module]) -> tuple[Any, Any]:
@@ -304,6 +297,29 @@ def test_what_has_nothing_to_do_with_a_chain_may_stand_between(chained: list[int
     for length in (5, 5, 9):
         check(source, optimized, tokens(2, length))
     assert set(chained) == {CALLS_OF_A_LAYER + 1}
+
+
+ALL = slice(None)
+
+
+@pytest.mark.parametrize("key", [0, -1, (ALL, 0), (ALL, -1), (0, ALL), (ALL, ALL, 3)])
+def test_one_element_of_a_dimension(key: Any, chained: list[int]) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(SIZE, SIZE), nn.LayerNorm(5 if key == (ALL, ALL, 3) else SIZE)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.layer(x)
+            return self.norm(x[key]), x
+
+    source, optimized = optimized_pair(Pooled)
+    for batch in (4, 4, 2):
+        x = tokens(batch, 5)
+        with torch.no_grad():
+            for result, wanted in zip(optimized(x), source(x), strict=True):
+                torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
+    assert chained == [3] * 3
 
 
 def test_one_result_in_parts(chained: list[int]) -> None:

@@ -44,9 +44,8 @@ def optimized_block() -> tuple[nn.Module, nn.Module, Tensor]:
     return source, optimized, x
 
 
-@pytest.fixture
-def chained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of calls in each call of the operator."""
+def lengths_of_chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of calls in each call of the operator from now on."""
     lengths: list[int] = []
 
     def counted(tensors: Any, calls: str) -> Any:
@@ -55,6 +54,11 @@ def chained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(chains, "_chain", counted)
     return lengths
+
+
+@pytest.fixture
+def chained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return lengths_of_chains(monkeypatch)
 
 
 def check(source: nn.Module, optimized: nn.Module, x: Tensor) -> None:

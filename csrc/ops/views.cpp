@@ -217,17 +217,21 @@ Tensor unsqueeze(Stack stack) {
   return dims.of(tensor);
 }
 
+Dims without(const Tensor& tensor, int64_t left_out) {
+  Dims dims;
+  for (int64_t dim = 0; dim < tensor.dims(); ++dim) {
+    if (dim != left_out) dims.add(tensor.size(dim), tensor.stride(dim));
+  }
+  return dims;
+}
+
 Tensor squeeze(Stack stack) {
   constexpr const char* kOp = "squeeze";
   const Tensor tensor = stack.tensor();
   check_dims(kOp, tensor, kMostDims);
   const int64_t squeezed = dim_of(kOp, "dim", stack.integer(), tensor.dims());
   if (tensor.size(squeezed) != 1) return reference(tensor);
-  Dims dims;
-  for (int64_t dim = 0; dim < tensor.dims(); ++dim) {
-    if (dim != squeezed) dims.add(tensor.size(dim), tensor.stride(dim));
-  }
-  return dims.of(tensor);
+  return without(tensor, squeezed).of(tensor);
 }
 
 Tensor narrow(Stack stack) {
@@ -255,11 +259,7 @@ Tensor select(Stack stack) {
   const int64_t given = stack.integer(), size = tensor.size(selected);
   const int64_t index = given < 0 ? given + size : given;
   if (index < 0 || index >= size) fail(kOp, "index", "expected one of ", size, " elements, got ", given);
-  Dims dims;
-  for (int64_t dim = 0; dim < tensor.dims(); ++dim) {
-    if (dim != selected) dims.add(tensor.size(dim), tensor.stride(dim));
-  }
-  return dims.of(tensor, index * tensor.stride(selected));
+  return without(tensor, selected).of(tensor, index * tensor.stride(selected));
 }
 
 const ChainableOp chainable_permute("permute", &permute), chainable_transpose("transpose", &transpose),

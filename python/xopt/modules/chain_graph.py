@@ -57,6 +57,9 @@ class _Window:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
+        self._begin()
+
+    def _begin(self) -> None:
         self._kinds: dict[Node, Linkable | None] = {}
         self._computing: list[Node] = []
         self._dependent: set[Node] = set()
@@ -88,7 +91,7 @@ class _Window:
         """Makes a chain of what is in it, and begins anew."""
         if len(self._computing) > 1:
             self._chain()
-        self.__init__(self._graph)  # type: ignore[misc]
+        self._begin()
 
     def _chain(self) -> None:
         chained = _Chained(self._links())
@@ -168,10 +171,10 @@ class _Chained:
         if is_size(node):
             dim: Any = node.args[1]
             return SizeOf(self.value(source), dim % len(shape_of(source)))  # type: ignore[arg-type]
-        if _is_part(node) and source in self._numbers:
-            return Result(self._numbers[source], node.args[1])  # type: ignore[arg-type]
         if node in self._numbers:
             return Result(self._numbers[node])
+        if _is_part(node) and source in self._numbers:
+            return Result(self._numbers[source], node.args[1])  # type: ignore[arg-type]
         if node not in self.given:
             self.given.append(node)
         return Given(self.given.index(node))
