@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import xopt
+from tests.test_chain_programs import lengths_of_chains
 
 transformers = pytest.importorskip("transformers")
 
@@ -201,6 +202,29 @@ def test_attention_is_fused_and_hidden_states_can_still_be_had() -> None:
             torch.testing.assert_close(result.last_hidden_state, expected.last_hidden_state)
             for ours, theirs in zip(result.hidden_states or (), expected.hidden_states or (), strict=True):
                 torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "vit", "clip text", "clip vision"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_an_encoder_is_one_chain(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask and without, whichever way attention is written, for sentences of any length."""
+    source = make(name)
+    source.set_attn_implementation(attention)
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    _, inputs, output = MODELS[name]
+    cases: list[dict[str, torch.Tensor]] = [inputs]
+    if "input_ids" in inputs:
+        for words in (WORDS, WORDS[:, :7], WORDS[:1]):
+            mask = torch.ones_like(words)
+            mask[-1, words.shape[1] // 2 :] = 0
+            cases.append({"input_ids": words, "attention_mask": mask})
+    with torch.no_grad():
+        for each in (*cases, *cases):
+            torch.testing.assert_close(optimized(**each)[output], source(**each)[output], rtol=1e-4, atol=1e-5)
+        lengths = lengths_of_chains(monkeypatch)
+        for each in cases:
+            optimized(**each)
+    assert len(lengths) == len(cases)
 
 
 def test_another_attention_can_be_chosen_afterwards() -> None:
