@@ -138,6 +138,21 @@ def test_a_chain_gives_what_its_steps_give(dtype: torch.dtype, monkeypatch: pyte
                 assert torch.equal(optimized(*inputs), together)
 
 
+def test_a_layer_made_in_inference_mode(chained: list[int]) -> None:
+    """Nobody counts changes of its tensors; they are seen all the same."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        source = Layer().eval()
+        optimized = xopt.optimize(source)
+        for _ in range(3):
+            x = tokens(2, 5)
+            torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
+            for layer in (source, optimized):
+                change_bias(layer)
+                scale_norm(layer)
+    assert chained == [3 + CALLS_OF_A_LAYER - 4] * 3
+
+
 # ---- What falls back -------------------------------------------------------------------------------------------------
 
 

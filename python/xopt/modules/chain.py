@@ -201,6 +201,7 @@ class Chain:
         self._unused_after = _unused_after(links, returned)
         self._settled: Settled | None = None
         self._skipped, self._to_skip = 0, 0
+        self._places: dict[str, int] = {}
 
     def run(self, modules: list[nn.Module], *values: Tensor) -> Sequence[Tensor]:
         settled = self._settled
@@ -218,6 +219,13 @@ class Chain:
         """Calls that could not be told are not asked for each time: more and more calls of the chain go by between."""
         self._skipped = (self._skipped + 1) % (self._to_skip + 1)
         return self._skipped != 0
+
+    def _place_of(self, modules: list[nn.Module], path: str) -> int:
+        """Of a module in its program's list, which has them in the same order in all calls."""
+        if path not in self._places:
+            module = modules[0].get_submodule(path)
+            self._places[path] = next(place for place, each in enumerate(modules) if each is module)
+        return self._places[path]
 
     def _settle(self, modules: list[nn.Module], given: int) -> Settled | None:
         """None: its calls cannot be told, or not for longer than this one."""
@@ -266,7 +274,7 @@ class Chain:
                 sized: Any = argument.value
                 return sized.size(argument.dim)
             if isinstance(argument, Stored):
-                module = modules[0].get_submodule(argument.path)
+                module = modules[self._place_of(modules, argument.path)]
                 return getattr(module, argument.name) if argument.name else module
             return argument
 

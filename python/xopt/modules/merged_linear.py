@@ -63,6 +63,10 @@ def _merge(graph: Graph, input: Node, nodes: list[Node]) -> None:
         graph.erase_node(node)
 
 
+def _biases(modules: Sequence[PackedProduct]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(module._parameters["bias"] for module in modules)
+
+
 def _joined(biases: Sequence[torch.Tensor | None], sizes: list[int]) -> torch.Tensor:
     """One bias of several, of which some may be missing."""
     like = next(each for each in biases if each is not None)
@@ -79,7 +83,7 @@ def merged_linear(
         return tuple(linear(module, input, out_dtype=out_dtype) for module in modules)
     if not are_one(weights) and not pack_as_one(weights):
         return tuple(linear(module, input, out_dtype=out_dtype) for module in modules)
-    biases = tuple(module._parameters["bias"] for module in modules)
+    biases = _biases(modules)
     sizes = [module.out_features for module in modules]
     bias = _joined(biases, sizes) if any(each is not None for each in biases) else None
     together = _linear(input, weights[0].place.packed, sum(sizes), bias, **told({}, input, out_dtype))
@@ -99,6 +103,7 @@ def _merged_linear_calls(
     if any(place_of(weight) is None for weight in weights):
         return None
     alone = not are_one(weights) and not pack_as_one(weights)
+    alone |= any(bias is not None and bias.is_inference() for bias in _biases(modules))  # nobody counts their changes
     packed = [seen.packed(module, "weight", module.weight.place.packed) for module in modules]  # all, to watch them
     sizes = [seen.attribute(module, "out_features") for module in modules]
     if alone:
