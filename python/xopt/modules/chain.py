@@ -311,17 +311,22 @@ def _part(link: Link, result: Any, part: int) -> Any:
 
 def _mapped(link: Link, change: Callable[[Any, bool], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a link with their values changed. `change` is told whether a value is in a tuple."""
-    args = tuple(_map(each, change, False) for each in link.args)
+    args = tuple([_map(each, change, False) for each in link.args])
     return args, {name: _map(each, change, False) for name, each in link.kwargs.items()}
 
 
+_VALUES = frozenset({Given, Result, Stored})
+
+
 def _map(argument: Any, change: Callable[[Any, bool], Any], inside: bool) -> Any:
-    if isinstance(argument, SizeOf):
-        of: Any = change(argument.value, False)
-        return change(argument._replace(value=of), inside)
-    if type(argument) is tuple:
-        return tuple(_map(each, change, True) for each in argument)
-    return change(argument, inside)
+    kind = type(argument)
+    if kind in _VALUES:
+        return change(argument, inside)
+    if kind is SizeOf:
+        return change(argument._replace(value=change(argument.value, False)), inside)
+    if kind is tuple:
+        return tuple([_map(each, change, True) for each in argument])
+    return argument
 
 
 def is_watched() -> bool:
