@@ -24,6 +24,7 @@ from xopt.roofs import Roofs
 
 PYTHON = "Python"
 SMALL_SECONDS = 5e-6  # a kernel whose work would take less is bound by what it takes to call it
+MOST_OF_A_ROOF = 1.05
 MOST_PIECES = 60_000
 _TAKEN_DTYPES = ("f32", "bf16", "f16")
 
@@ -159,6 +160,11 @@ def compare(kernel: Kernel, roofs: Roofs) -> None:
     kernel.bound = "compute" if computing > moving else "memory"
     if max(computing, moving) < SMALL_SECONDS and kernel.share_of_roof < 0.5:
         kernel.bound = "overhead"
+
+
+def beats_roof(kernel: Kernel) -> bool:
+    """Whether it computed faster than the machine can. (Bytes may well come faster than from memory.)"""
+    return kernel.bound == "compute" and (kernel.share_of_roof or 0.0) > MOST_OF_A_ROOF
 
 
 def peak_of(roofs: Roofs, dtype: str) -> float:
