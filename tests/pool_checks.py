@@ -31,7 +31,7 @@ def expect_pooled(got: Tensor, x: Tensor, kind: str, exact: Callable[[Tensor], T
     expect_values("the output", got.movedim(1, -1), expected, in_memory, x.dtype)
 
 
-def check_module(source: nn.Module, x: Tensor, others: Sequence[Tensor] = (), atol: float = 1e-8) -> None:
+def check_module(source: nn.Module, x: Tensor, others: Sequence[Tensor] = ()) -> None:
     """On our kernel for channels last and without indices. `others`: inputs that are left to torch, as `x` is."""
     gives_indices = bool(getattr(source, "return_indices", False))
     model = xopt.optimize(nn.Sequential(source).eval())
@@ -41,7 +41,8 @@ def check_module(source: nn.Module, x: Tensor, others: Sequence[Tensor] = (), at
             result, expected = model(each), source(each)
         for one, other in zip(result, expected, strict=True) if gives_indices else [(result, expected)]:
             assert one.shape == other.shape
-            assert torch.allclose(one, other, rtol=1e-2 if each.dtype == torch.bfloat16 else 1e-5, atol=atol)
+            rtol = 1e-2 if each.dtype == torch.bfloat16 else 1e-5
+            assert torch.allclose(one, other, rtol=rtol, atol=1e-6)  # a mean of values near 1 may be any small number
         is_torchs = gives_indices or each is x or any(each is other for other in others)
         assert ("pool" in _kernels_since(before)) == (not is_torchs)
     leaf = last(x).requires_grad_()
