@@ -69,7 +69,8 @@ def sample(rng: random.Random) -> ConvCase:
     packed = rng.choice(cases.FLOATS)
     input_values, weight_values = cases.pick(rng, cases.VALUE_WEIGHTS), cases.pick(rng, VALUES)
     merges_groups = geometry["groups"] > 1 and (geometry["channels"], geometry["out_channels"]) != (1, 1)
-    if input_values == "specials" and (merges_groups or weight_values == "tiny"):
+    infinite = input_values == "specials" or (input_values == "huge" and packed == "f16")
+    if infinite and (merges_groups or weight_values == "tiny"):
         input_values = "normal"  # infinities reach the neighbouring groups, or meet what may be flushed to zero
     if weight_values == "huge" and packed == "f16":
         weight_values = "normal"  # infinite in fp16, and nobody says what an infinite weight makes of padding
