@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -188,23 +189,19 @@ def test_cases(case_batch: list[LinearCase]) -> None:
     FAMILY.run_all(case_batch)
 
 
+def exact_case(m: int, n: int, k: int, packed: str, **more: Any) -> LinearCase:
+    """Of whole numbers, so that results are compared exactly."""
+    values = {"input_values": "integers", "weight_values": "integers"}
+    given = {"seed": m * 10_000 + n * 100 + k, **values, **more}
+    return LinearCase(lead=str(m), n=n, k=k, packed=packed, input=packed, weight=packed, **given)
+
+
 @pytest.mark.sanitize
 def test_tails() -> None:
     """Every size around a tile in every dimension, with values that are compared exactly."""
     sizes = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
     FAMILY.run_all(
-        LinearCase(
-            seed=m * 10_000 + n * 100 + k,
-            lead=str(m),
-            n=n,
-            k=k,
-            packed=packed,
-            input=packed,
-            weight=packed,
-            out="f32",
-            input_values="integers",
-            weight_values="integers",
-        )
+        exact_case(m, n, k, packed, out="f32")
         for packed in cases.FLOATS
         for m in (1, 2, 3, 4, 5, 16, 17, 33)
         for n in sizes
@@ -218,16 +215,11 @@ def test_tails() -> None:
 def test_simple_epilogues_at_tails(activation: str, alpha: float, beta: float) -> None:
     """Those that are done in registers: every width of a last vector, last rows, sums of several k blocks."""
     FAMILY.run_all(
-        LinearCase(
-            seed=m * 10_000 + n * 100 + k,
-            lead=str(m),
-            n=n,
-            k=k,
-            packed="f32",
-            input="f32",
-            weight="f32",
-            input_values="integers",
-            weight_values="integers",
+        exact_case(
+            m,
+            n,
+            k,
+            "f32",
             other_values="integers",
             bias="f32" if m % 2 else "",
             activation=activation,
@@ -249,19 +241,7 @@ def test_simple_epilogues_at_tails(activation: str, alpha: float, beta: float) -
 def test_long_sums(packed: str) -> None:
     """Sums over several blocks along K, of integers, so that not one term may be missing."""
     FAMILY.run_all(
-        LinearCase(
-            seed=m * 10_000 + k,
-            lead=str(m),
-            n=n,
-            k=k,
-            packed=packed,
-            input=packed,
-            weight=packed,
-            out="f32",
-            input_values="integers",
-            weight_values="integers",
-            bias="f32",
-        )
+        exact_case(m, n, k, packed, seed=m * 10_000 + k, out="f32", bias="f32")
         for m in (1, 4, 5, 17, 40)
         for n in (5, 33, 70)
         for k in (255, 256, 257, 511, 513, 1023, 1025, 2049, 4100)

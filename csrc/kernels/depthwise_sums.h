@@ -1,4 +1,4 @@
-// Eight neighbouring outputs of a line of a depthwise convolution, for some channels, out of copied lines.
+// Eight neighbouring outputs of a line of a depthwise convolution, for some channels, out of lines or copies of them.
 //
 // A weight is loaded once for eight products. Where the kernel is one that most models have (3 or 5 wide, not dilated),
 // so is a value of a line for all outputs that it lies under: 10 loads in place of 24 for a line of a 3 x 3 kernel. The
@@ -33,10 +33,10 @@ XOPT_INLINE void store_value(int32_t* p, I x) { store_int(p, x); }
 XOPT_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }
 XOPT_INLINE I multiply_add(I a, I b, I c) { return add_int(mul_int(a, b), c); }
 
-// A line of the kernel, over the copy of the input line that lies under it.
+// A line of the kernel, and the input line that lies under it, or its copy.
 template <class Value>
 struct KernelLine {
-  const Value* copy;
+  const Value* values;
   const Value* weights;
 };
 
@@ -67,7 +67,7 @@ XOPT_INLINE void sum_outputs(const OutputsCall<Value>& call, int64_t c, V (&acc)
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r) acc[r] = ValueVector<Value>::zero();
   for (int64_t l = 0; l < call.line_count; ++l) {
-    const Value* x = call.lines[l].copy + call.first + c;
+    const Value* x = call.lines[l].values + call.first + c;
     const Value* weights = call.lines[l].weights + c;
     if constexpr (K > 0) {
       V weight[K];

@@ -13,7 +13,7 @@
 // So are floats on AVX2, where all of K is one k block. Blocks on the vector ports finish a row block's strip of sums, all
 // panels of the chunk, after its last k block; on AVX2 a block does simple epilogues itself, in its registers. With
 // AMX each panel's sums go to the epilogue on their own, between the products of the next panel, and the weights of the
-// next chunk are fetched into L2 meanwhile, spread evenly over the k steps. (Vector blocks fetch none where several row
+// next chunk are fetched into L2 meanwhile, spread evenly over the k steps. (Vector blocks fetch none where many row
 // blocks share them: prefetches in their loops cost more than the first row block's misses.)
 // A call with one row block goes panel by panel, so that weights stream in their order in memory.
 #pragma once
