@@ -232,17 +232,17 @@ class GemmThread {
     if constexpr (Block::kBackground) {
       background_.begin_block();
       Block::run(rows, block, background_);
-    } else if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
-      block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
-      Finish<float> finish;
-      if (finishes_) {
-        const int64_t row = place.rb * plan_.block_rows;
-        finish = finish_of<float>(call_.epilogue, columns_, row, row - out_row_offset_,
-                                  (panel - panels_.begin) * kPanelColumns);
-        block.finish = &finish;
-      }
-      Block::run(rows, block, background_.prefetches);
     } else {
+      Finish<float> finish;
+      if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
+        block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
+        if (finishes_) {
+          const int64_t row = place.rb * plan_.block_rows;
+          finish = finish_of<float>(call_.epilogue, columns_, row, row - out_row_offset_,
+                                    (panel - panels_.begin) * kPanelColumns);
+          block.finish = &finish;
+        }
+      }
       Block::run(rows, block, background_.prefetches);
     }
   }
