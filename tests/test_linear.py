@@ -211,15 +211,16 @@ def test_tails() -> None:
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("packed", cases.FLOATS)
 @pytest.mark.parametrize(("activation", "alpha", "beta"), [("none", 0, 0), ("relu", 0, 0), ("clamp", -3, 40)])
-def test_simple_epilogues_at_tails(activation: str, alpha: float, beta: float) -> None:
+def test_simple_epilogues_at_tails(activation: str, alpha: float, beta: float, packed: str) -> None:
     """Those that are done in registers: every width of a last vector, last rows, sums of several k blocks."""
     FAMILY.run_all(
         exact_case(
             m,
             n,
             k,
-            "f32",
+            packed,
             other_values="integers",
             bias="f32" if m % 2 else "",
             activation=activation,

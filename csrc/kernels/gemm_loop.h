@@ -62,8 +62,7 @@ class GemmThread {
         view_(view),
         background_(epilogue, out_row_offset),
         out_row_offset_(out_row_offset),
-        finishes_(Block::kFinishes && w_.k_tiles > 0 && !w_.gated && call.epilogue.out_dtype == DType::f32 &&
-                  is_simple(call.epilogue)) {}
+        finishes_(can_finish(call)) {}
 
   void compute(Range rows, Range panels) {
     [[maybe_unused]] const typename Block::Scope scope;
@@ -105,6 +104,14 @@ class GemmThread {
   struct Place {
     int64_t rb, kb;
   };
+
+  static bool can_finish(const GemmCall& call) {
+    if constexpr (Block::kFinishes) {
+      const PackedWeight& w = call.weight;
+      return w.k_tiles > 0 && !w.gated && call.epilogue.out_dtype == Block::kFinishedDType && is_simple(call.epilogue);
+    }
+    return false;
+  }
 
   void panel_chunk() {
     Place place{rows_.begin, 0};
@@ -233,13 +240,14 @@ class GemmThread {
       background_.begin_block();
       Block::run(rows, block, background_);
     } else {
-      Finish<float> finish;
+      using Out = typename Block::Round;
+      Finish<Out> finish;
       if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
         block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
         if (finishes_) {
           const int64_t row = place.rb * plan_.block_rows;
-          finish = finish_of<float>(call_.epilogue, columns_, row, row - out_row_offset_,
-                                    (panel - panels_.begin) * kPanelColumns);
+          finish = finish_of<Out>(call_.epilogue, columns_, row, row - out_row_offset_,
+                                  (panel - panels_.begin) * kPanelColumns);
           block.finish = &finish;
         }
       }

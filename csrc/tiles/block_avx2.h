@@ -9,6 +9,7 @@ namespace xopt::XOPT_ISA {
 // How 8 columns of one k become a vector: `half` is the 8-column half of a tile row, g the k within the group.
 struct WeightF32 {
   using Round = float;
+  static constexpr DType kDType = DType::f32;
   static constexpr int kGroup = 1;
   static XOPT_INLINE F get(const uint8_t* row, int half, int) {
     return _mm256_loadu_ps(reinterpret_cast<const float*>(row + 32 * half));
@@ -16,6 +17,7 @@ struct WeightF32 {
 };
 struct WeightBf16 {
   using Round = Bf16;
+  static constexpr DType kDType = DType::bf16;
   static constexpr int kGroup = 2;
   static XOPT_INLINE F get(const uint8_t* row, int half, int g) {
     const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * half));
@@ -25,6 +27,7 @@ struct WeightBf16 {
 };
 struct WeightF16 {
   using Round = F16;
+  static constexpr DType kDType = DType::f16;
   static constexpr int kGroup = 2;
   static XOPT_INLINE F get(const uint8_t* row, int half, int g) {
     const __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 32 * half));
@@ -43,6 +46,7 @@ struct FmaBlock {
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr bool kFinishes = true;
+  static constexpr DType kFinishedDType = Weight::kDType;
   static constexpr int64_t kTileK = kTileRows * Weight::kGroup;
   static constexpr int64_t kMaxTiles = 384 / kTileK;
   static constexpr int64_t kStride = 384 + 16;
@@ -52,20 +56,36 @@ struct FmaBlock {
 
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
-    const int64_t columns = call.finish != nullptr ? call.finish->columns : kPanelColumns;
+    const auto* finish = static_cast<const Finish<Round>*>(call.finish);
+    const int64_t columns = finish != nullptr ? finish->columns : kPanelColumns;
     for (int half = 0; half * kTileColumns < minimum(columns, kPanelColumns); ++half) {
       if (columns - half * kTileColumns > kWidth) {
-        half_block<R, 2>(call, half, between);
+        half_block<R, 2>(call, finish, half, between);
       } else {
-        half_block<R, 1>(call, half, between);
+        half_block<R, 1>(call, finish, half, between);
       }
     }
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
   }
 
+  // Adds a row's x times w. In a register of its own: 12 sums, 2 vectors of weights and what unpacks those leave one of
+  // 16, and where GCC is free to load the next row's x beside this one's, it keeps sums on the stack instead. Each of
+  // their products then waits for a store and a load, which takes twice the time of all others together.
+  template <int R, int V>
+  static XOPT_INLINE void multiply_row(const float& x, const F (&w)[V], int r, F (&acc)[V][R]) {
+    if constexpr (V == 2) {
+      asm volatile("vbroadcastss %2, %%ymm15\n\tvfmadd231ps %3, %%ymm15, %0\n\tvfmadd231ps %4, %%ymm15, %1"
+                   : "+x"(acc[0][r]), "+x"(acc[1][r])
+                   : "m"(x), "x"(w[0]), "x"(w[1])
+                   : "xmm15");
+    } else {
+      acc[0][r] = fma(set1(x), w[0], acc[0][r]);
+    }
+  }
+
   // V vectors of columns of one half.
   template <int R, int V, class Between>
-  static XOPT_INLINE void half_block(const BlockCall& call, int half, Between& between) {
+  static XOPT_INLINE void half_block(const BlockCall& call, const Finish<Round>* finish, int half, Between& between) {
     const auto* a = static_cast<const float*>(call.a);
     const int64_t stride = call.a_stride != 0 ? call.a_stride / static_cast<int64_t>(sizeof(float)) : kStride;
     float* out = static_cast<float*>(call.acc) + kTileColumns * half;
@@ -91,9 +111,7 @@ struct FmaBlock {
             for (int v = 0; v < V; ++v) w[v] = Weight::get(b + 64 * j, v, g);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
-              const F x = set1(ak[r * stride + j * Weight::kGroup + g]);
-#pragma GCC unroll 2
-              for (int v = 0; v < V; ++v) acc[v][r] = fma(x, w[v], acc[v][r]);
+              multiply_row(ak[r * stride + j * Weight::kGroup + g], w, r, acc);
             }
           }
         }
@@ -107,11 +125,11 @@ struct FmaBlock {
           for (int r = 0; r < R; ++r) acc[v][r] = add(load(sums + r * kPanelColumns + kWidth * v), acc[v][r]);
         }
       }
-      const bool finish = end == call.k_tiles && call.finish != nullptr;
+      const bool finished = end == call.k_tiles && finish != nullptr;
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
-        if (finish) {
-          finish_rows(*call.finish, kTileColumns * half + kWidth * v, acc[v]);
+        if (finished) {
+          finish_rows(*finish, kTileColumns * half + kWidth * v, acc[v]);
         } else {
 #pragma GCC unroll 6
           for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + kWidth * v, acc[v][r]);
