@@ -9,6 +9,7 @@
 
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
+#include "tiles/copy.h"
 #include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {
@@ -72,23 +73,13 @@ void mix_lines(const UpsampleCall& call, const Lines<T>& lines, T* out) {
   return lines.count == 2 ? mix_line<2, kPlaces>(call, lines, out) : mix_line<4, kPlaces>(call, lines, out);
 }
 
-XOPT_INLINE void copy_bytes(const uint8_t* from, int64_t bytes, uint8_t* to) {
-  constexpr int64_t kRun = 32;
-  if (bytes < kRun) {
-    __builtin_memcpy(to, from, static_cast<size_t>(bytes));
-    return;
-  }
-  for (int64_t i = 0; i + kRun <= bytes; i += kRun) __builtin_memcpy(to + i, from + i, kRun);
-  __builtin_memcpy(to + bytes - kRun, from + bytes - kRun, kRun);
-}
-
 template <class T>
 void copy_pixels(const UpsampleCall& call, const T* line, T* out) {
   const PatchesView& v = call.input;
   const int64_t bytes = v.channels * static_cast<int64_t>(sizeof(T));
   for (int64_t w = 0; w < v.out[2]; ++w, out += v.channels) {
     const T* pixel = line + call.places[2][w].place[0] * v.in_stride[2];
-    copy_bytes(reinterpret_cast<const uint8_t*>(pixel), bytes, reinterpret_cast<uint8_t*>(out));
+    copy_short(reinterpret_cast<const uint8_t*>(pixel), bytes, reinterpret_cast<uint8_t*>(out));
   }
 }
 

@@ -57,6 +57,30 @@ XOPT_INLINE F load(const Bf16* p) {
 }
 XOPT_INLINE F load(const F16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
+// The first n (0 < n < 8) of a vector, past which no memory is touched (other dtypes: vector.h). Pieces meet in
+// registers: loads of what was just stored in smaller pieces wait until it is in the cache.
+XOPT_INLINE __m128i load_words(const void* p, int64_t n) {
+  const auto* words = static_cast<const uint16_t*>(p);
+  if (n < 4) {
+    const auto low = static_cast<uint64_t>(words[0]), middle = static_cast<uint64_t>(words[n / 2]);
+    return _mm_cvtsi64_si128(
+        static_cast<long long>(low | middle << (n / 2 * 16) | static_cast<uint64_t>(words[n - 1]) << ((n - 1) * 16)));
+  }
+  const __m128i low = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+  if (n == 4) return low;
+  uint64_t last;
+  __builtin_memcpy(&last, words + n - 4, 8);
+  return _mm_insert_epi64(low, static_cast<long long>(last >> ((8 - n) * 16)), 1);
+}
+XOPT_INLINE F load_part(const float* p, int64_t n) {
+  const __m256i ramp = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), ramp));
+}
+XOPT_INLINE F load_part(const Bf16* p, int64_t n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_words(p, n)), 16));
+}
+XOPT_INLINE F load_part(const F16* p, int64_t n) { return _mm256_cvtph_ps(load_words(p, n)); }
+
 using I = __m256i;
 XOPT_INLINE I set1_int(int32_t x) { return _mm256_set1_epi32(x); }
 XOPT_INLINE I load_int(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -73,18 +97,51 @@ XOPT_INLINE __m128i pack_words(__m256i x) {
 }
 
 XOPT_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }
-XOPT_INLINE void store(Bf16* p, F x) {
+XOPT_INLINE __m128i to_words(F x, Bf16) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded =
       _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
   const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pack_words(_mm256_blendv_epi8(rounded, quiet, nan)));
+  return pack_words(_mm256_blendv_epi8(rounded, quiet, nan));
 }
-XOPT_INLINE void store(F16* p, F x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+XOPT_INLINE __m128i to_words(F x, F16) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+XOPT_INLINE void store(Bf16* p, F x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_words(x, Bf16{})); }
+XOPT_INLINE void store(F16* p, F x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_words(x, F16{})); }
+
+// Stores of parts, as loads of parts above; a store under a mask is microcode on some processors.
+XOPT_INLINE void store_words(void* p, __m128i x, int64_t n) {
+  auto* words = static_cast<uint16_t*>(p);
+  if ((n & 4) != 0) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(words), x);
+    x = _mm_unpackhi_epi64(x, x);
+    words += 4;
+  }
+  auto rest = static_cast<uint64_t>(_mm_cvtsi128_si64(x));
+  if ((n & 2) != 0) {
+    __builtin_memcpy(words, &rest, 4);
+    rest >>= 32;
+    words += 2;
+  }
+  if ((n & 1) != 0) __builtin_memcpy(words, &rest, 2);
 }
+XOPT_INLINE void store_part(float* p, F x, int64_t n) {
+  __m128 rest = _mm256_castps256_ps128(x);
+  if ((n & 4) != 0) {
+    _mm_storeu_ps(p, rest);
+    rest = _mm256_extractf128_ps(x, 1);
+    p += 4;
+  }
+  if ((n & 2) != 0) {
+    _mm_storel_pi(reinterpret_cast<__m64*>(p), rest);
+    rest = _mm_movehl_ps(rest, rest);
+    p += 2;
+  }
+  if ((n & 1) != 0) _mm_store_ss(p, rest);
+}
+XOPT_INLINE void store_part(Bf16* p, F x, int64_t n) { store_words(p, to_words(x, Bf16{}), n); }
+XOPT_INLINE void store_part(F16* p, F x, int64_t n) { store_words(p, to_words(x, F16{}), n); }
 XOPT_INLINE __m256i saturate(F x, float low, float high) {
   const F number = _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q));
   return _mm256_cvtps_epi32(min(max(number, set1(low)), set1(high)));

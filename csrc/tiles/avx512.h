@@ -56,6 +56,17 @@ XOPT_INLINE F load(const Bf16* p) {
 }
 XOPT_INLINE F load(const F16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
+// The first n (0 < n < 16) of a vector, past which no memory is touched (other dtypes: vector.h).
+XOPT_INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1U << n) - 1); }
+XOPT_INLINE F load_part(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+XOPT_INLINE F load_part(const Bf16* p, int64_t n) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+XOPT_INLINE F load_part(const F16* p, int64_t n) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+
 using I = __m512i;
 XOPT_INLINE I set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 XOPT_INLINE I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
@@ -66,9 +77,9 @@ XOPT_INLINE void store_int(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
 XOPT_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 
 XOPT_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
-XOPT_INLINE void store(Bf16* p, F x) {
+XOPT_INLINE __m256i to_words(F x, Bf16) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
-  const __m256i words = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
 #else
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i high = _mm512_srli_epi32(bits, 16);
@@ -76,18 +87,22 @@ XOPT_INLINE void store(Bf16* p, F x) {
   const __m512i rounded =
       _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  const __m256i words = _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, high, _mm512_set1_epi32(0x40)));
+  return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, high, _mm512_set1_epi32(0x40)));
 #endif
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
 }
+XOPT_INLINE __m256i to_words(F x, F16) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+XOPT_INLINE void store(Bf16* p, F x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_words(x, Bf16{})); }
+XOPT_INLINE void store(F16* p, F x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_words(x, F16{})); }
+XOPT_INLINE void store_part(float* p, F x, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
+XOPT_INLINE void store_part(Bf16* p, F x, int64_t n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), to_words(x, Bf16{}));
+}
+XOPT_INLINE void store_part(F16* p, F x, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), to_words(x, F16{})); }
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
 XOPT_INLINE void store_two(Bf16* p, F x, F y) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
 }
 #endif
-XOPT_INLINE void store(F16* p, F x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-}
 XOPT_INLINE __m512i saturate(F x, float low, float high) {
   const F number = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);
   return _mm512_cvtps_epi32(min(max(number, set1(low)), set1(high)));

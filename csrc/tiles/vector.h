@@ -14,22 +14,29 @@
 
 namespace xopt::XOPT_ISA {
 
-// The first n (0 < n <= kWidth) of a vector; never touches memory past them. Only tails come here, so a detour through
-// the stack is good enough at every level.
+// Parts of a vector, by a detour through the stack where a level has nothing better for the type.
 template <class T>
-XOPT_INLINE F load_first(const T* p, int64_t n) {
-  if (n >= kWidth) return load(p);
+XOPT_INLINE F load_part(const T* p, int64_t n) {
   T buffer[kWidth] = {};
   for (int64_t i = 0; i < n; ++i) buffer[i] = p[i];
   return load(buffer);
 }
-
 template <class T>
-XOPT_INLINE void store_first(T* p, F x, int64_t n) {
-  if (n >= kWidth) return store(p, x);
+XOPT_INLINE void store_part(T* p, F x, int64_t n) {
   T buffer[kWidth];
   store(buffer, x);
   for (int64_t i = 0; i < n; ++i) p[i] = buffer[i];
+}
+
+// The first n (0 < n <= kWidth) of a vector; never touches memory past them.
+template <class T>
+XOPT_INLINE F load_first(const T* p, int64_t n) {
+  return n >= kWidth ? load(p) : load_part(p, n);
+}
+template <class T>
+XOPT_INLINE void store_first(T* p, F x, int64_t n) {
+  if (n >= kWidth) return store(p, x);
+  store_part(p, x, n);
 }
 
 #if XOPT_LEVEL < XOPT_LEVEL_AVX512_BF16 || defined(XOPT_EMULATE)

@@ -5,7 +5,10 @@
 // one) serves linear layers, `Patches` in patches.h (a window that slides over a padded image) convolutions.
 #pragma once
 
+#include <type_traits>
+
 #include "tiles/block.h"
+#include "tiles/copy.h"
 #include "tiles/types.h"
 #include "tiles/vector.h"
 
@@ -16,30 +19,20 @@ namespace xopt::XOPT_ISA {
 // Floats: through fp32, rounded to the weight's dtype (so that every level computes with the same A), kept as To.
 template <class Round, class To, class From>
 XOPT_INLINE void convert_run(const From* from, int64_t count, To* to) {
-  for (int64_t i = 0; i < count; i += kWidth) {
-    F x = load_first(from + i, count - i);
-    if constexpr (sizeof(To) == 4 && sizeof(Round) == 2) x = round_to<Round>(x);
-    store_first(to + i, x, count - i);
+  const auto convert = [](F x) {
+    if constexpr (sizeof(To) == 4 && sizeof(Round) == 2 && !std::is_same_v<Round, From>) x = round_to<Round>(x);
+    return x;
+  };
+  if (count < kWidth) {
+    if (count > 0) store_first(to, convert(load_first(from, count)), count);
+    return;
   }
-}
-
-XOPT_INLINE void copy_bytes(const void* from, int64_t bytes, void* to) {
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-  // Inline, and a line at a time: rows are short, and a call for each would cost as much as the copy.
-  const auto* source = static_cast<const uint8_t*>(from);
-  auto* target = static_cast<uint8_t*>(to);
-  for (; bytes >= 64; bytes -= 64, source += 64, target += 64) {
-    _mm512_storeu_si512(target, _mm512_loadu_si512(source));
-  }
-  const __mmask64 rest = (uint64_t{1} << bytes) - 1;
-  _mm512_mask_storeu_epi8(target, rest, _mm512_maskz_loadu_epi8(rest, source));
-#else
-  if (bytes > 0) __builtin_memcpy(to, from, static_cast<size_t>(bytes));  // a tensor of size zero has no address
-#endif
+  for (int64_t i = 0; i + kWidth < count; i += kWidth) store(to + i, convert(load(from + i)));
+  store(to + count - kWidth, convert(load(from + count - kWidth)));  // some of them again
 }
 
 template <class Round, class To>
-void convert_float_run(DType dtype, const uint8_t* from, int64_t count, To* to) {
+XOPT_INLINE void convert_float_run(DType dtype, const uint8_t* from, int64_t count, To* to) {
   if (dtype == DType::f32) {
     if constexpr (sizeof(Round) == 4) return copy_bytes(from, count * 4, to);
     convert_run<Round>(reinterpret_cast<const float*>(from), count, to);
@@ -76,18 +69,33 @@ XOPT_INLINE void copy_run(DType dtype, const uint8_t* from, int64_t count, typen
   }
 }
 
-// The same for `rows` runs that begin `step` bytes apart, each into a row of the copy.
+template <class Block, class From>
+XOPT_INLINE void convert_runs(const uint8_t* from, int64_t step, int64_t rows, int64_t count, typename Block::A* to) {
+  using Round = std::conditional_t<sizeof(typename Block::A) == 2, typename Block::A, typename Block::Round>;
+  for (int64_t row = 0; row < rows; ++row, from += step, to += Block::kStride) {
+    if constexpr (std::is_same_v<From, typename Block::A> && sizeof(Round) == sizeof(From)) {
+      copy_bytes(from, count * static_cast<int64_t>(sizeof(From)), to);
+    } else {
+      convert_run<Round>(reinterpret_cast<const From*>(from), count, to);
+    }
+  }
+}
+
+// The same for `rows` runs that begin `step` bytes apart, each into a row of the copy. Nothing is decided for each of
+// many short runs.
 template <class Block>
 void copy_runs(DType dtype, const uint8_t* from, int64_t step, int64_t rows, int64_t count, typename Block::A* to) {
   if (count == 0) return;  // of an empty tensor, whose memory may be nowhere
-  constexpr auto kSize = static_cast<int64_t>(sizeof(typename Block::A));
-  if (!Block::kIsInt && dtype == (kSize == 4 ? DType::f32 : DType::bf16) &&
-      static_cast<int64_t>(sizeof(typename Block::Round)) == kSize) {
-    // As it is; said here so that nothing is decided for each of many short runs.
-    for (int64_t row = 0; row < rows; ++row) copy_bytes(from + row * step, count * kSize, to + row * Block::kStride);
-    return;
+  if constexpr (Block::kIsInt) {
+    for (int64_t row = 0; row < rows; ++row, from += step)
+      copy_run<Block>(dtype, from, count, to + row * Block::kStride);
+  } else if (dtype == DType::f32) {
+    convert_runs<Block, float>(from, step, rows, count, to);
+  } else if (dtype == DType::bf16) {
+    convert_runs<Block, Bf16>(from, step, rows, count, to);
+  } else {
+    convert_runs<Block, F16>(from, step, rows, count, to);
   }
-  for (int64_t row = 0; row < rows; ++row) copy_run<Block>(dtype, from + row * step, count, to + row * Block::kStride);
 }
 
 // Zeros behind the `count` elements of each row.
