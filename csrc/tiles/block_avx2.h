@@ -57,12 +57,22 @@ struct FmaBlock {
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
     const auto* finish = static_cast<const Finish<Round>*>(call.finish);
-    const int64_t columns = finish != nullptr ? finish->columns : kPanelColumns;
-    for (int half = 0; half * kTileColumns < minimum(columns, kPanelColumns); ++half) {
-      if (columns - half * kTileColumns > kWidth) {
-        half_block<R, 2>(call, finish, half, between);
-      } else {
-        half_block<R, 1>(call, finish, half, between);
+    const int64_t columns = minimum(finish != nullptr ? finish->columns : kPanelColumns, kPanelColumns);
+    for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
+      const int64_t end = minimum(done + kChainTiles, call.k_tiles);
+      for (int64_t column = 0; column < columns;) {
+        const int64_t rest = columns - column;
+        // One row or two: weights come from memory, in their order there, and half a panel has too few sums under way.
+        if (R <= 2 && rest > kTileColumns) {
+          multiply<R, (R <= 2 ? 4 : 2)>(call, finish, column, done, end, between);
+          break;
+        }
+        if (rest > kWidth) {
+          multiply<R, 2>(call, finish, column, done, end, between);
+        } else {
+          multiply<R, 1>(call, finish, column, done, end, between);
+        }
+        column += kTileColumns;
       }
     }
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
@@ -79,61 +89,58 @@ struct FmaBlock {
                    : "m"(x), "x"(w[0]), "x"(w[1])
                    : "xmm15");
     } else {
-      acc[0][r] = fma(set1(x), w[0], acc[0][r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) acc[v][r] = fma(set1(x), w[v], acc[v][r]);
     }
   }
 
-  // V vectors of columns of one half.
+  // V vectors of columns from `column` on, where a half of the panel begins, over the tiles [begin, end) along k.
   template <int R, int V, class Between>
-  static XOPT_INLINE void half_block(const BlockCall& call, const Finish<Round>* finish, int half, Between& between) {
+  static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, int64_t column, int64_t begin,
+                                   int64_t end, Between& between) {
     const auto* a = static_cast<const float*>(call.a);
     const int64_t stride = call.a_stride != 0 ? call.a_stride / static_cast<int64_t>(sizeof(float)) : kStride;
-    float* out = static_cast<float*>(call.acc) + kTileColumns * half;
-    const uint8_t* b = call.b + kTileBytes * half;
-    for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
-      F acc[V][R];
-#pragma GCC unroll 2
+    const uint8_t* b = call.b + (2 * begin + column / kTileColumns) * kTileBytes;
+    F acc[V][R];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
+    }
+    for (int64_t t = begin; t < end; ++t, b += 2 * kTileBytes) {
+      if (column == 0) between.step();
+      const float* ak = a + t * kTileK;
+      const int64_t rows = t + 1 == call.k_tiles ? call.last_rows : kTileRows;
+      for (int64_t j = 0; j < rows; ++j) {
+        // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
+        if (V <= 2) __builtin_prefetch(b + 64 * j + 2 * kTileBytes);
+        for (int g = 0; g < Weight::kGroup; ++g) {
+          F w[V];
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) w[v] = Weight::get(b + 64 * j + v / 2 * kTileBytes, v % 2, g);
+#pragma GCC unroll 6
+          for (int r = 0; r < R; ++r) multiply_row(ak[r * stride + j * Weight::kGroup + g], w, r, acc);
+        }
+      }
+    }
+    float* sums = static_cast<float*>(call.acc) + column;
+    asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
+    if (begin > 0 || call.accumulate) {
+#pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
 #pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
+        for (int r = 0; r < R; ++r) acc[v][r] = add(load(sums + r * kPanelColumns + kWidth * v), acc[v][r]);
       }
-      const int64_t end = minimum(done + kChainTiles, call.k_tiles);
-      for (int64_t t = done; t < end; ++t, b += 2 * kTileBytes) {
-        if (half == 0) between.step();
-        const float* ak = a + t * kTileK;
-        const int64_t rows = t + 1 == call.k_tiles ? call.last_rows : kTileRows;
-        for (int64_t j = 0; j < rows; ++j) {
-          // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
-          __builtin_prefetch(b + 64 * j + 2 * kTileBytes);
-          for (int g = 0; g < Weight::kGroup; ++g) {
-            F w[V];
-#pragma GCC unroll 2
-            for (int v = 0; v < V; ++v) w[v] = Weight::get(b + 64 * j, v, g);
+    }
+    const bool finished = end == call.k_tiles && finish != nullptr;
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      const int64_t first = column + kWidth * v;
+      if (!finished) {
 #pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-              multiply_row(ak[r * stride + j * Weight::kGroup + g], w, r, acc);
-            }
-          }
-        }
-      }
-      float* sums = out;
-      asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
-      if (done > 0 || call.accumulate) {
-#pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) {
-#pragma GCC unroll 6
-          for (int r = 0; r < R; ++r) acc[v][r] = add(load(sums + r * kPanelColumns + kWidth * v), acc[v][r]);
-        }
-      }
-      const bool finished = end == call.k_tiles && finish != nullptr;
-#pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) {
-        if (finished) {
-          finish_rows(*finish, kTileColumns * half + kWidth * v, acc[v]);
-        } else {
-#pragma GCC unroll 6
-          for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + kWidth * v, acc[v][r]);
-        }
+        for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + kWidth * v, acc[v][r]);
+      } else if (V <= 2 || first < finish->columns) {
+        finish_rows(*finish, first, acc[v]);
       }
     }
   }
