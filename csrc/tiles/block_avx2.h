@@ -58,21 +58,19 @@ struct FmaBlock {
   static void block(const BlockCall& call, Between& between) {
     const auto* finish = static_cast<const Finish<Round>*>(call.finish);
     const int64_t columns = minimum(finish != nullptr ? finish->columns : kPanelColumns, kPanelColumns);
+    // One row or two: weights come from memory, in their order there, and half a panel has too few sums under way.
+    constexpr int kVectors = R <= 2 ? 4 : 2;
     for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
       const int64_t end = minimum(done + kChainTiles, call.k_tiles);
-      for (int64_t column = 0; column < columns;) {
+      for (int64_t column = 0; column < columns; column += kVectors * kWidth) {
         const int64_t rest = columns - column;
-        // One row or two: weights come from memory, in their order there, and half a panel has too few sums under way.
-        if (R <= 2 && rest > kTileColumns) {
-          multiply<R, (R <= 2 ? 4 : 2)>(call, finish, column, done, end, between);
-          break;
-        }
-        if (rest > kWidth) {
+        if (rest > kVectors / 2 * kWidth) {
+          multiply<R, kVectors>(call, finish, column, done, end, between);
+        } else if (kVectors > 2 && rest > kWidth) {
           multiply<R, 2>(call, finish, column, done, end, between);
         } else {
           multiply<R, 1>(call, finish, column, done, end, between);
         }
-        column += kTileColumns;
       }
     }
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));

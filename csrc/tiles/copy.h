@@ -12,6 +12,7 @@ XOPT_INLINE void copy_pieces(const uint8_t* from, int64_t bytes, uint8_t* to) {
   __builtin_memcpy(to + bytes - kPiece, from + bytes - kPiece, kPiece);
 }
 
+// In pieces of 32 bytes at most, at every level: where memory is what is waited for, wider ones gain nothing.
 XOPT_INLINE void copy_short(const uint8_t* from, int64_t bytes, uint8_t* to) {
   if (bytes >= 32) return copy_pieces<32>(from, bytes, to);
   if (bytes >= 16) return copy_pieces<16>(from, bytes, to);
@@ -20,6 +21,7 @@ XOPT_INLINE void copy_short(const uint8_t* from, int64_t bytes, uint8_t* to) {
   for (int64_t i = 0; i < bytes; ++i) to[i] = from[i];
 }
 
+// In pieces as wide as the level has them.
 XOPT_INLINE void copy_bytes(const void* from, int64_t bytes, void* to) {
   const auto* source = static_cast<const uint8_t*>(from);
   auto* target = static_cast<uint8_t*>(to);

@@ -31,18 +31,6 @@ XOPT_INLINE void convert_run(const From* from, int64_t count, To* to) {
   store(to + count - kWidth, convert(load(from + count - kWidth)));  // some of them again
 }
 
-template <class Round, class To>
-XOPT_INLINE void convert_float_run(DType dtype, const uint8_t* from, int64_t count, To* to) {
-  if (dtype == DType::f32) {
-    if constexpr (sizeof(Round) == 4) return copy_bytes(from, count * 4, to);
-    convert_run<Round>(reinterpret_cast<const float*>(from), count, to);
-  } else if (dtype == DType::bf16) {
-    convert_run<Round>(reinterpret_cast<const Bf16*>(from), count, to);
-  } else {
-    convert_run<Round>(reinterpret_cast<const F16*>(from), count, to);
-  }
-}
-
 // Integers: as they are, widened, or moved by an offset of 128 that makes s8 into u8.
 template <int32_t Offset, class From, class To>
 void convert_int_run(const uint8_t* data, int64_t count, To* to) {
@@ -51,34 +39,36 @@ void convert_int_run(const uint8_t* data, int64_t count, To* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(from[i] + Offset);
 }
 
+// Floats into a block's copy: as they are where the copy holds their dtype and nothing is to be rounded.
+template <class Block, class From>
+XOPT_INLINE void copy_floats(const uint8_t* from, int64_t count, typename Block::A* to) {
+  using A = typename Block::A;
+  using Round = std::conditional_t<sizeof(A) == 2, A, typename Block::Round>;
+  if constexpr (std::is_same_v<From, A> && sizeof(Round) == sizeof(A)) {
+    copy_bytes(from, count * static_cast<int64_t>(sizeof(A)), to);
+  } else {
+    convert_run<Round>(reinterpret_cast<const From*>(from), count, to);
+  }
+}
+
 // `count` elements into a block's copy.
 template <class Block>
 XOPT_INLINE void copy_run(DType dtype, const uint8_t* from, int64_t count, typename Block::A* to) {
-  using A = typename Block::A;
   if constexpr (Block::kIsInt) {
     convert_int_run<Block::kOffset, typename Block::Round>(from, count, to);
-  } else if constexpr (sizeof(A) == 2) {
-    // bf16 into bf16 is the common case and a plain copy.
-    if (dtype == DType::bf16) {
-      copy_bytes(from, count * 2, to);
-    } else {
-      convert_float_run<A>(dtype, from, count, to);
-    }
+  } else if (dtype == DType::f32) {
+    copy_floats<Block, float>(from, count, to);
+  } else if (dtype == DType::bf16) {
+    copy_floats<Block, Bf16>(from, count, to);
   } else {
-    convert_float_run<typename Block::Round>(dtype, from, count, to);
+    copy_floats<Block, F16>(from, count, to);
   }
 }
 
 template <class Block, class From>
-XOPT_INLINE void convert_runs(const uint8_t* from, int64_t step, int64_t rows, int64_t count, typename Block::A* to) {
-  using Round = std::conditional_t<sizeof(typename Block::A) == 2, typename Block::A, typename Block::Round>;
-  for (int64_t row = 0; row < rows; ++row, from += step, to += Block::kStride) {
-    if constexpr (std::is_same_v<From, typename Block::A> && sizeof(Round) == sizeof(From)) {
-      copy_bytes(from, count * static_cast<int64_t>(sizeof(From)), to);
-    } else {
-      convert_run<Round>(reinterpret_cast<const From*>(from), count, to);
-    }
-  }
+void copy_float_runs(const uint8_t* from, int64_t step, int64_t rows, int64_t count, typename Block::A* to) {
+  for (int64_t row = 0; row < rows; ++row)
+    copy_floats<Block, From>(from + row * step, count, to + row * Block::kStride);
 }
 
 // The same for `rows` runs that begin `step` bytes apart, each into a row of the copy. Nothing is decided for each of
@@ -87,14 +77,15 @@ template <class Block>
 void copy_runs(DType dtype, const uint8_t* from, int64_t step, int64_t rows, int64_t count, typename Block::A* to) {
   if (count == 0) return;  // of an empty tensor, whose memory may be nowhere
   if constexpr (Block::kIsInt) {
-    for (int64_t row = 0; row < rows; ++row, from += step)
-      copy_run<Block>(dtype, from, count, to + row * Block::kStride);
+    for (int64_t row = 0; row < rows; ++row) {
+      copy_run<Block>(dtype, from + row * step, count, to + row * Block::kStride);
+    }
   } else if (dtype == DType::f32) {
-    convert_runs<Block, float>(from, step, rows, count, to);
+    copy_float_runs<Block, float>(from, step, rows, count, to);
   } else if (dtype == DType::bf16) {
-    convert_runs<Block, Bf16>(from, step, rows, count, to);
+    copy_float_runs<Block, Bf16>(from, step, rows, count, to);
   } else {
-    convert_runs<Block, F16>(from, step, rows, count, to);
+    copy_float_runs<Block, F16>(from, step, rows, count, to);
   }
 }
 
