@@ -1,7 +1,12 @@
 // Blocks at level `amx`: 32 rows x 32 columns in four tiles, two tiles of A, two of weight.
 //
-// Four loads and four products for each k step is the least that 8 tile registers allow. Every operand is loaded again
-// right after its last use, a whole step before it is wanted, which hides the latency of weights that come from L2.
+// Four loads and four products for each k step is the least that 8 tile registers allow. The first two operands of a
+// step are loaded during the step before, which hides the latency of weights that come from L2.
+//
+// Operands are zeroed as soon as they have been used: a tile that is zero occupies no physical register. While another
+// hyperthread is busy on the core, only two physical registers are left beside eight tiles in use, and each load or
+// product keeps one until it retires, so loads and products hardly overlap: 220 cycles a step from L1, and 128 with
+// operands zeroed. (The core alone has enough of them: 55 either way.)
 // The row distance of A's copy is an odd number of cache lines, since rows a power of two apart fall into the same sets
 // of L1 (measured: a quarter slower). Rows too long for L1 come from L2 like the weights: 64 lines for a step, which is
 // just what L2 gives in the time of its products.
@@ -130,28 +135,35 @@ struct TileBlock {
     }
     const uint8_t* b = call.b;
     Ahead ahead(call);
+    // What stands before the next step's first loads, and after them.
+    const auto most_of_step = [&] {
+      XOPT_DOT(0, 4, 6);
+      XOPT_TILE_STREAM(7, b + kTileBytes, 64);
+      XOPT_DOT(1, 4, 7);
+      XOPT_TILE_ZERO(4);
+      XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
+      XOPT_DOT(2, 5, 6);
+      XOPT_TILE_ZERO(6);
+    };
+    const auto end_of_step = [&] {
+      XOPT_DOT(3, 5, 7);
+      XOPT_TILE_ZERO(5);
+      XOPT_TILE_ZERO(7);
+    };
     XOPT_TILE_LOAD(4, a.rows, a.stride);
     XOPT_TILE_STREAM(6, b, 64);
-    XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
-    XOPT_TILE_STREAM(7, b + kTileBytes, 64);
     for (int64_t t = 1; t < call.k_tiles; ++t) {
+      most_of_step();
       a.next();
       b += 2 * kTileBytes;
-      XOPT_DOT(0, 4, 6);
-      XOPT_DOT(1, 4, 7);
-      XOPT_TILE_LOAD(4, a.rows, a.stride);
-      XOPT_DOT(2, 5, 6);
       XOPT_TILE_STREAM(6, b, 64);
-      XOPT_DOT(3, 5, 7);
-      XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
-      XOPT_TILE_STREAM(7, b + kTileBytes, 64);
+      end_of_step();
+      XOPT_TILE_LOAD(4, a.rows, a.stride);
       ahead.step();
       between.step();
     }
-    XOPT_DOT(0, 4, 6);
-    XOPT_DOT(1, 4, 7);
-    XOPT_DOT(2, 5, 6);
-    XOPT_DOT(3, 5, 7);
+    most_of_step();
+    end_of_step();
     ahead.step();
     between.step();
     XOPT_TILE_STORE(0, acc, kRowBytes);
@@ -179,7 +191,10 @@ struct TileBlock {
       XOPT_TILE_STREAM(6, b, 64);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
       XOPT_DOT(0, 4, 6);
+      XOPT_TILE_ZERO(6);
       XOPT_DOT(1, 4, 7);
+      XOPT_TILE_ZERO(4);
+      XOPT_TILE_ZERO(7);
       ahead.step();
       between.step();
     }
