@@ -1,6 +1,9 @@
 // xopt::chain: calls of operators one after the other, on each other's results. To call one costs Python and torch as much
 // as a convolution of a small image takes; here nothing but tensors is handed over and the rest is known from before.
+#include <algorithm>
+
 #include "ops/check.h"
+#include "ops/conv_bands.h"
 #include "ops/prepared.h"
 
 namespace xopt::ops {
@@ -13,21 +16,65 @@ struct ChainArguments {
   String calls;
 };
 
-std::vector<Tensor> run(const PreparedCalls& prepared, const Tensors& tensors) {
-  std::vector<Tensor> results(prepared.calls.size() * kMostResults);
-  for (size_t i = 0; i < prepared.calls.size(); ++i) {
-    const PreparedCall& call = prepared.calls[i];
-    const PreparedArguments arguments{call.name, call.arguments, tensors, results};
-    call.run(Stack(&arguments), &results[i * kMostResults]);
-    for (const size_t unused : call.unused_after) results[unused] = Tensor();
+class Run {
+ public:
+  Run(const PreparedCalls& prepared, const Tensors& tensors)
+      : prepared_(prepared), tensors_(tensors), results_(prepared.calls.size() * kMostResults) {}
+
+  const std::vector<Tensor>& results() {
+    const bool may_band = PlannedConvs::could_pay();
+    size_t i = 0;
+    while (i < prepared_.calls.size()) {
+      const PreparedCall& call = prepared_.calls[i];
+      if (may_band && call.run_length > 1 && call.name == "conv") {
+        i = call_convs(i, std::min(i + call.run_length, i + PlannedConvs::kMost));
+      } else {
+        this->call(i);
+        forget_after(i++);
+      }
+    }
+    return results_;
   }
-  return results;
-}
+
+ private:
+  void call(size_t i) {
+    const PreparedCall& call = prepared_.calls[i];
+    const PreparedArguments arguments{call.name, call.arguments, tensors_, results_};
+    call.run(Stack(&arguments), &results_[i * kMostResults]);
+  }
+
+  void forget_after(size_t i) {
+    for (const size_t unused : prepared_.calls[i].unused_after) results_[unused] = Tensor();
+  }
+
+  // Convolutions of which each reads the one before's result, planned first and then run together: those up to `end`, or to
+  // one that cannot be planned, since it reads a copy of what has not been computed yet. Returns what comes next.
+  size_t call_convs(size_t begin, size_t end) {
+    PlannedConvs planned;
+    size_t next = begin;
+    for (; next < end; ++next) {
+      const Tensor* input = next > begin ? &results_[(next - 1) * kMostResults] : nullptr;
+      call(next);
+      if (planned.size() == next - begin + 1 && (input == nullptr || planned.last_input() == input->data())) continue;
+      while (planned.size() > next - begin) planned.drop_last();
+      break;
+    }
+    planned.run();
+    next = std::max(next, begin + 1);  // one without outputs was not planned, and is complete
+    for (size_t i = begin; i < next; ++i) forget_after(i);
+    return next;
+  }
+
+  const PreparedCalls& prepared_;
+  const Tensors& tensors_;
+  std::vector<Tensor> results_;
+};
 
 void chain(StableIValue* stack, uint64_t, uint64_t) {
   const ChainArguments arguments{Stack(stack)};
   const std::shared_ptr<const PreparedCalls> prepared = prepared_calls(arguments.calls.text());
-  const std::vector<Tensor> results = run(*prepared, arguments.tensors);
+  Run run(*prepared, arguments.tensors);
+  const std::vector<Tensor>& results = run.results();
   StableListHandle returned = nullptr;
   TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(prepared->returned.size(), &returned));
   for (const size_t result : prepared->returned) {

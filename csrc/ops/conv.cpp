@@ -2,6 +2,7 @@
 //
 // Input and output are logically [images, channels, spatial...] and lie in memory with the channels last: an input that
 // does not is copied first, the output always does.
+#include "ops/conv_bands.h"
 #include "ops/conv_call.h"
 #include "ops/prepared.h"
 
@@ -49,7 +50,13 @@ Tensor conv(Stack stack) {
                 PackedWeight(header, arguments.packed.data()),
                 {}};
   arguments.after.set(kOp, input, layout.out, &call.epilogue);
-  return run_into_images(kOp, &input, &arguments.bias, &arguments.after.fused, layout, &call);
+  Tensor out = run_into_images(kOp, &input, &arguments.bias, &arguments.after.fused, layout, &call);
+  if (PlannedConvs* planned = PlannedConvs::current()) {
+    for (Tensor* read : {&input, &arguments.bias, &arguments.after.scale, &arguments.after.fused.other}) {
+      planned->keep(std::move(*read));
+    }
+  }
+  return out;
 }
 
 const ChainableOp chainable("conv", &conv);

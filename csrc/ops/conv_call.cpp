@@ -1,6 +1,7 @@
 // See conv_call.h.
 #include "ops/conv_call.h"
 
+#include "ops/conv_bands.h"
 #include "ops/images.h"
 #include "ops/tuned.h"
 #include "runtime/registry.h"
@@ -138,18 +139,26 @@ Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArgumen
 }
 
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
-  RowsView rows;
-  if (is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &rows))) {
-    rows.data = call.input.data;
-    rows.dtype = call.input.dtype;
-    return run_gemm({call.images * output_positions(call.input), rows, call.weight, call.epilogue});
+  ReadyConv conv{call, layout.depthwise};
+  conv.is_product =
+      is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &conv.rows));
+  conv.rows.data = call.input.data;
+  conv.rows.dtype = call.input.dtype;
+  if (PlannedConvs* planned = PlannedConvs::current()) return planned->add(conv);
+  run_ready(conv);
+}
+
+void run_ready(const ReadyConv& conv) {
+  const ConvCall& call = conv.call;
+  if (conv.is_product) {
+    return run_gemm({call.images * output_positions(call.input), conv.rows, call.weight, call.epilogue});
   }
   if (call.weight.dtype == DType::s8) {
     const bool is_signed = call.input.dtype == DType::s8;
-    if (layout.depthwise) return run_tuned(is_signed ? conv_depthwise_s8s8 : conv_depthwise_u8s8, call);
+    if (conv.depthwise) return run_tuned(is_signed ? conv_depthwise_s8s8 : conv_depthwise_u8s8, call);
     return run_tuned(is_signed ? conv_s8s8 : conv_u8s8, call);
   }
-  if (layout.depthwise) return run_tuned(conv_depthwise_f32, call);
+  if (conv.depthwise) return run_tuned(conv_depthwise_f32, call);
   switch (call.weight.dtype) {
     case DType::f32:
       return run_tuned(conv_f32, call);

@@ -45,6 +45,14 @@ Tensor conv_output(const char* op, Tensor* bias, FusedArguments* fused, const in
 Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArguments* fused, const ConvLayout& layout,
                        ConvCall* call);
 
+// A call and the kernel that it is for: where it collapses to a product, that of these rows.
+struct ReadyConv {
+  ConvCall call;
+  bool depthwise = false, is_product = false;
+  RowsView rows{};
+};
+void run_ready(const ReadyConv& conv);
+
 // `input`: the tensor that the call's view is of.
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout);
 

@@ -162,6 +162,27 @@ void find_last_uses(PreparedCalls* prepared) {
   }
 }
 
+bool goes_on(const PreparedCall& before, size_t result, const PreparedCall& call) {
+  if (call.name != before.name || call.arguments.empty()) return false;
+  size_t uses = 0;
+  for (const PreparedArgument& argument : call.arguments) {
+    const bool reads = argument.kind == PreparedArgument::Kind::result;
+    uses += reads && static_cast<size_t>(argument.integer) == result ? 1 : 0;
+    for (const SizeOf& size : argument.sizes) uses += size.is_result && size.place == result ? 1 : 0;
+  }
+  const PreparedArgument& first = call.arguments.front();
+  const bool is_first = first.kind == PreparedArgument::Kind::result && static_cast<size_t>(first.integer) == result;
+  const bool is_last = std::find(call.unused_after.begin(), call.unused_after.end(), result) != call.unused_after.end();
+  return is_first && is_last && uses == 1;
+}
+
+void find_runs(PreparedCalls* prepared) {
+  std::vector<PreparedCall>& calls = prepared->calls;
+  for (size_t i = calls.size(); i-- > 1;) {
+    if (goes_on(calls[i - 1], (i - 1) * kMostResults, calls[i])) calls[i - 1].run_length = calls[i].run_length + 1;
+  }
+}
+
 PreparedCalls read_calls(std::string_view text) {
   PreparedCalls prepared;
   while (text.substr(0, 7) != "return ") {
@@ -175,6 +196,7 @@ PreparedCalls read_calls(std::string_view text) {
     prepared.returned.push_back(read_result(token, prepared.calls, "the number of a call"));
   }
   find_last_uses(&prepared);
+  find_runs(&prepared);
   return prepared;
 }
 
@@ -190,10 +212,10 @@ struct ShortHash {
 }  // namespace
 
 ChainableOp::ChainableOp(const char* name, Chainable* op) {
-  chainable_ops().emplace(name, PreparedCall{name, op, nullptr, {}, {}});
+  chainable_ops().emplace(name, PreparedCall{name, op, nullptr, {}, {}, 1});
 }
 ChainableOp::ChainableOp(const char* name, ChainablePair* op) {
-  chainable_ops().emplace(name, PreparedCall{name, nullptr, op, {}, {}});
+  chainable_ops().emplace(name, PreparedCall{name, nullptr, op, {}, {}, 1});
 }
 
 void PreparedCall::run(const Stack& stack, Tensor* results) const {

@@ -53,6 +53,9 @@ struct PreparedCall {
   ChainablePair* pair = nullptr;  // the two
   std::vector<PreparedArgument> arguments;
   std::vector<size_t> unused_after;  // the results, by their places, that neither a later call nor the caller reads
+  // How many calls of the same operator begin with this one of which each has the one before's result for its first
+  // argument, and nothing else reads that.
+  size_t run_length = 1;
 };
 
 // A result's place: kMostResults for each call before its own, and one for each of its call's before it.

@@ -1,0 +1,232 @@
+// See conv_bands.h.
+#include "ops/conv_bands.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "ops/tuned.h"
+#include "runtime/arena.h"
+#include "runtime/cpu.h"
+
+namespace xopt::ops {
+namespace {
+
+thread_local PlannedConvs* standing = nullptr;
+
+// Lines of an image.
+struct Lines {
+  int64_t begin, end;
+  int64_t count() const { return end - begin; }
+};
+
+int64_t line_positions(const PatchesView& view) { return view.out[0] * view.out[2]; }
+
+// Bytes of an output line.
+int64_t line_bytes(const ReadyConv& conv) {
+  const Epilogue& e = conv.call.epilogue;
+  return line_positions(conv.call.input) * e.out_row_stride * dtype_size(e.out_dtype);
+}
+
+int64_t output_bytes(const ReadyConv& conv) {
+  return conv.call.images * conv.call.input.out[1] * line_bytes(conv);
+}
+
+int64_t line_products(const ReadyConv& conv) {
+  const ConvCall& call = conv.call;
+  const PatchesView& v = call.input;
+  const int64_t channels = conv.depthwise ? 1 : v.channels;
+  return line_positions(v) * call.products * call.product_columns * channels * v.kernel[1] * v.kernel[2];
+}
+
+// The input lines under some output lines.
+Lines lines_under(const PatchesView& v, Lines out) {
+  const int64_t first = out.begin * v.stride[1] - v.padding[1];
+  const int64_t last = (out.end - 1) * v.stride[1] - v.padding[1] + (v.kernel[1] - 1) * v.dilation[1];
+  return {std::max<int64_t>(0, first), std::min(v.in[1], last + 1)};
+}
+
+// Whether some lines of the output can be computed from the lines under them: there are some under each.
+bool has_lines(const ReadyConv& conv) {
+  const PatchesView& v = conv.call.input;
+  const bool is_flat = v.in[0] == 1 && v.kernel[0] == 1 && v.padding[0] == 0 && v.out[0] == 1;
+  const bool meets_input = v.padding[1] <= (v.kernel[1] - 1) * v.dilation[1] &&
+                           (v.out[1] - 1) * v.stride[1] - v.padding[1] < v.in[1];
+  const bool rows_in_order = !conv.is_product || conv.rows.inner_rows == conv.call.images * v.in[1] * v.in[2];
+  return is_flat && meets_input && rows_in_order && conv.call.weight.k_tiles > 0;
+}
+
+// How images are cut into bands of the last convolution's output lines.
+class Bands {
+ public:
+  Bands(const ReadyConv* convs, size_t count)
+      : convs_(convs), count_(count), images_(convs->call.images), lines_(convs[count - 1].call.input.out[1]) {}
+
+  // Whether it pays, with this many threads.
+  bool plan(int64_t threads) {
+    const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
+    int64_t between = 0, weights = 0, products = 0;
+    for (size_t i = 0; i < count_; ++i) {
+      if (!has_lines(convs_[i])) return false;
+      const ConvCall& call = convs_[i].call;
+      weights += call.weight.panels * call.weight.panel_bytes;
+      products += images_ * call.input.out[1] * line_products(convs_[i]);
+      if (i + 1 < count_) between += output_bytes(convs_[i]);
+    }
+    // What stays in L2 anyway gains nothing, and weights are read again for each band.
+    if (between / threads < l2 / 2 || weights > l2 * 3 / 8) return false;
+    for (int64_t lines = lines_; lines > 0; lines -= ceil_div(lines, int64_t{8})) {
+      bands_ = ceil_div(lines_, lines);
+      while (!shares_evenly(threads)) ++bands_;
+      if (bands_ > lines_) return false;
+      measure();
+      if (scratch_bytes() > l2 * 3 / 8) continue;
+      // Where threads share an image each begins with lines that another one computes as well.
+      const int64_t twice = images_ % threads == 0 ? 0 : threads * start_products_;
+      return twice <= products / 8 && products / (images_ * bands_) >= kLeastProducts;
+    }
+    return false;
+  }
+
+  void run(int64_t threads) const {
+    const int64_t parts = images_ * bands_;
+    parallel(static_cast<int>(std::min(threads, parts)), [&](int thread, int count) {
+      const Scratch between(static_cast<size_t>(scratch_bytes()));
+      ImageLines held{};
+      for (int64_t part = parts * thread / count; part < parts * (thread + 1) / count; ++part) {
+        if (part % bands_ == 0) held = {};
+        run_band(part / bands_, part % bands_, between.as<uint8_t>(), &held);
+      }
+    });
+  }
+
+ private:
+  static constexpr int64_t kLeastProducts = 500'000;  // of a band: each call costs a microsecond or two
+
+  using ImageLines = std::array<Lines, PlannedConvs::kMost>;  // of an image, for each convolution
+
+  bool shares_evenly(int64_t threads) const {
+    return images_ * bands_ % threads == 0 || images_ * bands_ >= 8 * threads;
+  }
+
+  // The output lines of each convolution that a band needs.
+  ImageLines lines_of(int64_t band) const {
+    ImageLines lines{};
+    lines[count_ - 1] = {lines_ * band / bands_, lines_ * (band + 1) / bands_};
+    for (size_t i = count_ - 1; i > 0; --i) lines[i - 1] = lines_under(convs_[i].call.input, lines[i]);
+    return lines;
+  }
+
+  void measure() {
+    most_lines_.fill(0);
+    for (int64_t band = 0; band < bands_; ++band) {
+      const ImageLines lines = lines_of(band);
+      for (size_t i = 0; i < count_; ++i) most_lines_[i] = std::max(most_lines_[i], lines[i].count());
+    }
+    start_products_ = 0;
+    for (size_t i = 0; i < count_; ++i) {
+      const int64_t shared = most_lines_[i] - convs_[i].call.input.out[1] / bands_;
+      start_products_ += std::max<int64_t>(0, shared) * line_products(convs_[i]);
+    }
+  }
+
+  // Of a thread: what each convolution but the last writes in a band.
+  int64_t scratch_bytes() const {
+    int64_t bytes = 0;
+    for (size_t i = 0; i + 1 < count_; ++i) bytes += scratch_bytes_of(i);
+    return bytes;
+  }
+  int64_t scratch_bytes_of(size_t i) const { return round_up(most_lines_[i] * line_bytes(convs_[i]), int64_t{64}); }
+
+  // `held`: the lines that the band before has left in scratch. Those that this one needs too move to the front.
+  void run_band(int64_t image, int64_t band, uint8_t* scratch, ImageLines* held) const {
+    const ImageLines lines = lines_of(band);
+    const uint8_t* input = nullptr;  // lines of the convolution before
+    for (size_t i = 0; i < count_; ++i) {
+      Lines wanted = lines[i];
+      const bool is_last = i + 1 == count_;
+      if (!is_last) {
+        const Lines& before = (*held)[i];
+        const int64_t kept = std::max<int64_t>(0, before.end - wanted.begin), bytes = line_bytes(convs_[i]);
+        if (kept > 0) {
+          std::memmove(scratch, scratch + (wanted.begin - before.begin) * bytes, static_cast<size_t>(kept * bytes));
+          wanted.begin = before.end;
+        }
+        (*held)[i] = lines[i];
+      }
+      if (wanted.count() > 0) {
+        ReadyConv part = part_of(convs_[i], image, wanted);
+        if (input != nullptr) {
+          const PatchesView& v = convs_[i].call.input;
+          const int64_t line = lines_under(v, wanted).begin - lines[i - 1].begin;
+          set_data(&part, input + line * v.in_stride[1] * dtype_size(v.dtype));
+        }
+        if (!is_last) {
+          part.call.epilogue.out = scratch + (wanted.begin - lines[i].begin) * line_bytes(convs_[i]);
+        }
+        run_ready(part);
+      }
+      input = scratch;
+      if (!is_last) scratch += scratch_bytes_of(i);
+    }
+  }
+
+  // Some output lines of an image.
+  static ReadyConv part_of(const ReadyConv& whole, int64_t image, Lines lines) {
+    ReadyConv part = whole;
+    PatchesView& v = part.call.input;
+    const Lines under = lines_under(v, lines);
+    const int64_t start = image * v.image_stride + under.begin * v.in_stride[1];
+    set_data(&part, static_cast<const uint8_t*>(v.data) + start * dtype_size(v.dtype));
+    part.call.images = 1;
+    v.padding[1] -= lines.begin * v.stride[1] - under.begin;
+    v.in[1] = under.count();
+    v.out[1] = lines.count();
+    Epilogue& e = part.call.epilogue;
+    const int64_t row = (image * whole.call.input.out[1] + lines.begin) * v.out[2];
+    e.out = static_cast<uint8_t*>(e.out) + row * e.out_row_stride * dtype_size(e.out_dtype);
+    if (e.other != nullptr) {
+      e.other = static_cast<const uint8_t*>(e.other) + row * e.other_row_stride * dtype_size(e.other_dtype);
+    }
+    part.rows.inner_rows = v.in[1] * v.in[2];
+    return part;
+  }
+
+  static void set_data(ReadyConv* conv, const void* data) { conv->call.input.data = conv->rows.data = data; }
+
+  const ReadyConv* const convs_;
+  const size_t count_;
+  const int64_t images_, lines_;  // lines of an image of the last output
+  int64_t bands_ = 1;             // of an image
+  int64_t start_products_ = 0;    // multiply-adds that a band repeats where the one before it is another thread's
+  std::array<int64_t, PlannedConvs::kMost> most_lines_{};
+};
+
+}  // namespace
+
+PlannedConvs::PlannedConvs() : outer_(standing) { standing = this; }
+PlannedConvs::~PlannedConvs() { standing = outer_; }
+PlannedConvs* PlannedConvs::current() { return standing; }
+
+void PlannedConvs::run() { run_some(0, convs_.size()); }
+
+// All in bands or, where that does not pay, those before and behind the smallest result.
+void PlannedConvs::run_some(size_t begin, size_t end) const {
+  if (end - begin <= 1) {
+    if (begin < end) run_ready(convs_[begin]);
+    return;
+  }
+  const int64_t threads = max_threads();
+  Bands bands(convs_.data() + begin, end - begin);
+  if (bands.plan(threads)) return bands.run(threads);
+  size_t middle = begin + 1;
+  for (size_t i = middle + 1; i < end; ++i) {
+    if (output_bytes(convs_[i - 1]) < output_bytes(convs_[middle - 1])) middle = i;
+  }
+  run_some(begin, middle);
+  run_some(middle, end);
+}
+
+bool PlannedConvs::could_pay() { return !tuning_on() && current_offload() == nullptr; }
+
+}  // namespace xopt::ops
