@@ -114,7 +114,7 @@ def test_a_chain_gives_what_single_convolutions_give(seed: int) -> None:
 
 @not_when_sanitized
 def test_what_no_later_link_reads_is_freed() -> None:
-    """Of eight images of 16 MB, two are enough at a time: the others lie where an earlier one was."""
+    """Of eight images of 16 MB, three are enough at a time: the others lie where an earlier one was."""
     calls = Calls(image(1, 16, 512, 512))
     for link in range(8):
         calls.add(Result(link - 1) if link else Given(0), torch.randn(16, 16, 1, 1))
@@ -127,7 +127,7 @@ def test_what_no_later_link_reads_is_freed() -> None:
     after = _C.output_statistics()
     assert result.shape == (1, 16, 512, 512)
     assert after[2] - before[2] == 8
-    assert 1 <= after[3] - before[3] <= 2
+    assert 1 <= after[3] - before[3] <= 3
     assert after[0] - before[0] == result.nbytes
 
 

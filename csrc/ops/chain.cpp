@@ -47,22 +47,58 @@ class Run {
     for (const size_t unused : prepared_.calls[i].unused_after) results_[unused] = Tensor();
   }
 
-  // Convolutions of which each reads the one before's result, planned first and then run together: those up to `end`, or to
-  // one that cannot be planned, since it reads a copy of what has not been computed yet. Returns what comes next.
+  // Convolutions of which each reads the one before's result: those up to `end`, or to where planning them ends. Returns
+  // what comes next.
   size_t call_convs(size_t begin, size_t end) {
-    PlannedConvs planned;
-    size_t next = begin;
-    for (; next < end; ++next) {
-      const Tensor* input = next > begin ? &results_[(next - 1) * kMostResults] : nullptr;
-      call(next);
-      if (planned.size() == next - begin + 1 && (input == nullptr || planned.last_input() == input->data())) continue;
-      while (planned.size() > next - begin) planned.drop_last();
-      break;
+    std::vector<size_t> ends;
+    {
+      PlannedConvs planned;
+      end = plan_convs(begin, end, &planned);
+      ends = planned.parts();
+      if (ends.size() <= 1) {
+        if (!ends.empty()) planned.run();  // one without outputs was not planned, and is complete
+        return forget(begin, std::max(end, begin + 1));
+      }
+      results_[(end - 1) * kMostResults] = Tensor();
     }
-    planned.run();
-    next = std::max(next, begin + 1);  // one without outputs was not planned, and is complete
-    for (size_t i = begin; i < next; ++i) forget_after(i);
-    return next;
+    size_t first = begin;
+    for (const size_t last : ends) {
+      first = call_part(first, begin + last);
+    }
+    return end;
+  }
+
+  size_t call_part(size_t begin, size_t end) {
+    if (end - begin == 1) {
+      call(begin);
+    } else {
+      PlannedConvs planned;
+      plan_convs(begin, end, &planned);
+      planned.run();
+    }
+    return forget(begin, end);
+  }
+
+  // Up to one that cannot be planned, since it reads a copy of what has not been computed yet. Of the results, the last
+  // one's is there.
+  size_t plan_convs(size_t begin, size_t end, PlannedConvs* planned) {
+    for (size_t i = begin; i < end; ++i) {
+      call(i);
+      Tensor* input = i > begin ? &results_[(i - 1) * kMostResults] : nullptr;
+      if (planned->size() == i - begin) return i;
+      if (input != nullptr && planned->last_input() != input->data()) {
+        planned->drop_last();
+        return i;
+      }
+      if (input != nullptr) *input = Tensor();
+      if (!planned->may_go_on()) return i + 1;
+    }
+    return end;
+  }
+
+  size_t forget(size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) forget_after(i);
+    return end;
   }
 
   const PreparedCalls& prepared_;

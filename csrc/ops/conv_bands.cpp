@@ -14,6 +14,10 @@ namespace {
 
 thread_local PlannedConvs* standing = nullptr;
 
+void set_data(ReadyConv* conv, const void* data) { conv->call.input.data = conv->rows.data = data; }
+
+int64_t l2_bytes() { return cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20; }
+
 // Lines of an image.
 struct Lines {
   int64_t begin, end;
@@ -64,7 +68,7 @@ class Bands {
 
   // Whether it pays, with this many threads.
   bool plan(int64_t threads) {
-    const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
+    const int64_t l2 = l2_bytes();
     int64_t between = 0, weights = 0, products = 0;
     for (size_t i = 0; i < count_; ++i) {
       if (!has_lines(convs_[i])) return false;
@@ -73,8 +77,9 @@ class Bands {
       products += images_ * call.input.out[1] * line_products(convs_[i]);
       if (i + 1 < count_) between += output_bytes(convs_[i]);
     }
-    // What stays in L2 anyway gains nothing, and weights are read again for each band.
-    if (between / threads < l2 / 2 || weights > l2 * 3 / 8) return false;
+    // What stays in L2 anyway gains nothing, little gains where the first reads and the last writes far more, and weights
+    // are read again for each band.
+    if (between / threads < l2 / 2 || between * 2 < outer_bytes() || weights > l2 * 3 / 8) return false;
     for (int64_t lines = lines_; lines > 0; lines -= ceil_div(lines, int64_t{8})) {
       bands_ = ceil_div(lines_, lines);
       while (!shares_evenly(threads)) ++bands_;
@@ -107,6 +112,14 @@ class Bands {
 
   bool shares_evenly(int64_t threads) const {
     return images_ * bands_ % threads == 0 || images_ * bands_ >= 8 * threads;
+  }
+
+  // What is read and written in bands as otherwise: input, output, and what is added to results.
+  int64_t outer_bytes() const {
+    const PatchesView& v = convs_->call.input;
+    int64_t bytes = images_ * v.in[1] * v.in[2] * v.channels * dtype_size(v.dtype) + output_bytes(convs_[count_ - 1]);
+    for (size_t i = 0; i < count_; ++i) bytes += convs_[i].call.epilogue.other != nullptr ? output_bytes(convs_[i]) : 0;
+    return bytes;
   }
 
   // The output lines of each convolution that a band needs.
@@ -192,8 +205,6 @@ class Bands {
     return part;
   }
 
-  static void set_data(ReadyConv* conv, const void* data) { conv->call.input.data = conv->rows.data = data; }
-
   const ReadyConv* const convs_;
   const size_t count_;
   const int64_t images_, lines_;  // lines of an image of the last output
@@ -208,23 +219,33 @@ PlannedConvs::PlannedConvs() : outer_(standing) { standing = this; }
 PlannedConvs::~PlannedConvs() { standing = outer_; }
 PlannedConvs* PlannedConvs::current() { return standing; }
 
-void PlannedConvs::run() { run_some(0, convs_.size()); }
+bool PlannedConvs::may_go_on() const {
+  const int64_t most = static_cast<int64_t>(kMost) * output_bytes(convs_.back());
+  return convs_.size() < kMost && most / max_threads() >= l2_bytes() / 2;
+}
 
 // All in bands or, where that does not pay, those before and behind the smallest result.
-void PlannedConvs::run_some(size_t begin, size_t end) const {
-  if (end - begin <= 1) {
-    if (begin < end) run_ready(convs_[begin]);
-    return;
-  }
-  const int64_t threads = max_threads();
-  Bands bands(convs_.data() + begin, end - begin);
-  if (bands.plan(threads)) return bands.run(threads);
+void PlannedConvs::find_parts(size_t begin, size_t end, std::vector<size_t>* ends) const {
+  if (end - begin == 1 || Bands(convs_.data() + begin, end - begin).plan(max_threads())) return ends->push_back(end);
   size_t middle = begin + 1;
   for (size_t i = middle + 1; i < end; ++i) {
     if (output_bytes(convs_[i - 1]) < output_bytes(convs_[middle - 1])) middle = i;
   }
-  run_some(begin, middle);
-  run_some(middle, end);
+  find_parts(begin, middle, ends);
+  find_parts(middle, end, ends);
+}
+
+std::vector<size_t> PlannedConvs::parts() const {
+  std::vector<size_t> ends;
+  if (!convs_.empty()) find_parts(0, convs_.size(), &ends);
+  return ends;
+}
+
+void PlannedConvs::run() const {
+  if (convs_.size() == 1) return run_ready(convs_.front());
+  Bands bands(convs_.data(), convs_.size());
+  bands.plan(max_threads());
+  bands.run(max_threads());
 }
 
 bool PlannedConvs::could_pay() { return !tuning_on() && current_offload() == nullptr; }

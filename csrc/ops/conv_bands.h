@@ -8,10 +8,14 @@
 
 namespace xopt::ops {
 
-// While one stands, this thread's convolutions are planned in it and not run; run() does it, and it has to be called.
-// The first one's input, and whatever the others take but the results of those before them, has to be computed.
+// While one stands, this thread's convolutions are planned in it and not run. Each reads the result of the one before,
+// which need not live on, and nothing else that has not been computed.
 class PlannedConvs {
  public:
+  static constexpr size_t kMost = 6;  // convolutions in one
+  // Autotuning and other devices have each convolution on its own.
+  static bool could_pay();
+
   PlannedConvs();
   ~PlannedConvs();
   PlannedConvs(const PlannedConvs&) = delete;
@@ -20,19 +24,20 @@ class PlannedConvs {
   // The one that stands on this thread, or nullptr.
   static PlannedConvs* current();
 
-  static constexpr size_t kMost = 6;  // convolutions in one
-  // Autotuning and other devices have each convolution on its own.
-  static bool could_pay();
-
   void add(const ReadyConv& conv) { convs_.push_back(conv); }
   void keep(Tensor tensor) { kept_.push_back(std::move(tensor)); }  // that a planned convolution reads
+  void drop_last() { convs_.pop_back(); }
   size_t size() const { return convs_.size(); }
   const void* last_input() const { return convs_.back().call.input.data; }
-  void drop_last() { convs_.pop_back(); }
-  void run();  // each reads what the one before has written, but the first
+  // Whether results of the last one's size are worth planning what reads them.
+  bool may_go_on() const;
+
+  // How they are best done: the ends of those that are done together.
+  std::vector<size_t> parts() const;
+  void run() const;  // all together, into the memory of the last one's result
 
  private:
-  void run_some(size_t begin, size_t end) const;
+  void find_parts(size_t begin, size_t end, std::vector<size_t>* ends) const;
 
   PlannedConvs* const outer_;
   std::vector<ReadyConv> convs_;
