@@ -32,9 +32,7 @@ int64_t line_bytes(const ReadyConv& conv) {
   return line_positions(conv.call.input) * e.out_row_stride * dtype_size(e.out_dtype);
 }
 
-int64_t output_bytes(const ReadyConv& conv) {
-  return conv.call.images * conv.call.input.out[1] * line_bytes(conv);
-}
+int64_t output_bytes(const ReadyConv& conv) { return conv.call.images * conv.call.input.out[1] * line_bytes(conv); }
 
 int64_t line_products(const ReadyConv& conv) {
   const ConvCall& call = conv.call;
@@ -54,8 +52,8 @@ Lines lines_under(const PatchesView& v, Lines out) {
 bool has_lines(const ReadyConv& conv) {
   const PatchesView& v = conv.call.input;
   const bool is_flat = v.in[0] == 1 && v.kernel[0] == 1 && v.padding[0] == 0 && v.out[0] == 1;
-  const bool meets_input = v.padding[1] <= (v.kernel[1] - 1) * v.dilation[1] &&
-                           (v.out[1] - 1) * v.stride[1] - v.padding[1] < v.in[1];
+  const bool meets_input =
+      v.padding[1] <= (v.kernel[1] - 1) * v.dilation[1] && (v.out[1] - 1) * v.stride[1] - v.padding[1] < v.in[1];
   const bool rows_in_order = !conv.is_product || conv.rows.inner_rows == conv.call.images * v.in[1] * v.in[2];
   return is_flat && meets_input && rows_in_order && conv.call.weight.k_tiles > 0;
 }

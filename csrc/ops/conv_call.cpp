@@ -140,8 +140,7 @@ Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArgumen
 
 void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
   ReadyConv conv{call, layout.depthwise};
-  conv.is_product =
-      is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &conv.rows));
+  conv.is_product = is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &conv.rows));
   conv.rows.data = call.input.data;
   conv.rows.dtype = call.input.dtype;
   if (PlannedConvs* planned = PlannedConvs::current()) return planned->add(conv);
