@@ -106,7 +106,7 @@ class Bands {
  private:
   static constexpr int64_t kLeastProducts = 500'000;  // of a band: each call costs a microsecond or two
 
-  using ImageLines = std::array<Lines, PlannedConvs::kMost>;  // of an image, for each convolution
+  using ImageLines = std::array<Lines, PlannedConvs::kTogether>;  // of an image, for each convolution
 
   bool shares_evenly(int64_t threads) const {
     return images_ * bands_ % threads == 0 || images_ * bands_ >= 8 * threads;
@@ -208,7 +208,7 @@ class Bands {
   const int64_t images_, lines_;  // lines of an image of the last output
   int64_t bands_ = 1;             // of an image
   int64_t start_products_ = 0;    // multiply-adds that a band repeats where the one before it is another thread's
-  std::array<int64_t, PlannedConvs::kMost> most_lines_{};
+  std::array<int64_t, PlannedConvs::kTogether> most_lines_{};
 };
 
 }  // namespace
@@ -224,7 +224,9 @@ bool PlannedConvs::may_go_on() const {
 
 // All in bands or, where that does not pay, those before and behind the smallest result.
 void PlannedConvs::find_parts(size_t begin, size_t end, std::vector<size_t>* ends) const {
-  if (end - begin == 1 || Bands(convs_.data() + begin, end - begin).plan(max_threads())) return ends->push_back(end);
+  const size_t count = end - begin;
+  const bool together = count <= kTogether && Bands(convs_.data() + begin, count).plan(max_threads());
+  if (count == 1 || together) return ends->push_back(end);
   size_t middle = begin + 1;
   for (size_t i = middle + 1; i < end; ++i) {
     if (output_bytes(convs_[i - 1]) < output_bytes(convs_[middle - 1])) middle = i;

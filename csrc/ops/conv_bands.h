@@ -12,7 +12,8 @@ namespace xopt::ops {
 // which need not live on, and nothing else that has not been computed.
 class PlannedConvs {
  public:
-  static constexpr size_t kMost = 6;  // convolutions in one
+  static constexpr size_t kMost = 6;      // convolutions in one
+  static constexpr size_t kTogether = 3;  // at most, of those: more need narrow bands (MobileNetV2: a tenth slower)
   // Autotuning and other devices have each convolution on its own.
   static bool could_pay();
 
