@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
 
 import pytest
 import torch
+from torch import nn
 
+import xopt
 from tests.test_chain import Calls, image, ops
 from xopt import _C
 from xopt.ops.chain import Given, Result
@@ -126,3 +129,26 @@ def test_an_error_in_the_middle_leaves_the_next_call_whole() -> None:
     again = Sequence(1)
     again.add(72)
     assert torch.equal(again.calls.results[0], calls.results[0])
+
+
+def test_autotuning_leaves_bands_as_they_are(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("xopt.tuning.scope._was_read", False)
+    _C.forget_tuned()
+    residual = (
+        nn.Conv2d(24, 96, 1),
+        nn.ReLU6(),
+        nn.Conv2d(96, 96, 3, 1, 1, groups=96),
+        nn.ReLU6(),
+        nn.Conv2d(96, 24, 1),
+    )
+    x = torch.randn(2, 24, 131, 131)
+    source = nn.Sequential(*residual).eval()
+    optimized = xopt.optimize(source, config=xopt.Config(autotune="max"))
+    with torch.inference_mode():
+        optimized(x)  # records the forward by single operators, which are tuned
+        tuned, before = len(_C.tuned_calls()), depthwise_calls()
+        torch.testing.assert_close(optimized(x), source(x), atol=1e-4, rtol=1e-4)
+    assert depthwise_calls() - before > 2
+    assert len(_C.tuned_calls()) == tuned
+    _C.forget_tuned()

@@ -5,9 +5,10 @@
 #include <array>
 #include <cstring>
 
-#include "ops/tuned.h"
 #include "runtime/arena.h"
 #include "runtime/cpu.h"
+#include "runtime/parallel.h"
+#include "runtime/registry.h"
 
 namespace xopt::ops {
 namespace {
@@ -248,6 +249,6 @@ void PlannedConvs::run() const {
   bands.run(max_threads());
 }
 
-bool PlannedConvs::could_pay() { return !tuning_on() && current_offload() == nullptr; }
+bool PlannedConvs::could_pay() { return current_offload() == nullptr; }
 
 }  // namespace xopt::ops

@@ -14,7 +14,7 @@ class PlannedConvs {
  public:
   static constexpr size_t kMost = 6;      // convolutions in one
   static constexpr size_t kTogether = 3;  // at most, of those: more need narrow bands (MobileNetV2: a tenth slower)
-  // Autotuning and other devices have each convolution on its own.
+  // Other devices have each convolution on its own.
   static bool could_pay();
 
   PlannedConvs();
