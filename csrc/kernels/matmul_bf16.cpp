@@ -12,7 +12,7 @@ namespace {
 
 void matmul_bf16(const MatmulCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
-  // Few rows: as in the GEMM.
+  // A few rows are packed for longer than they are multiplied.
   if (call.m > 4) {
     const bool is_short = call.k <= kShortTiles * packed_tile_k(DType::bf16);
     if (is_short) return matmul_with<TileBlock<TileBf16, kShortTiles>, Bf16, DType::bf16>(call, DType::bf16);

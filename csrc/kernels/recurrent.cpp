@@ -21,7 +21,7 @@ namespace {
 Kernel<RecurrentGatesFn> gates_kernel("recurrent_gates", "f32");
 Kernel<RecurrentRowsFn> rows_kernel("recurrent_rows", "f32");
 
-// A GEMM takes other instructions for up to 4 rows, so a job that has few because of the number of threads would have
+// A GEMM takes other instructions for a few rows, so a job that has few because of the number of threads would have
 // other roundings.
 constexpr int64_t kLeastRowsOfAJob = 8;
 
