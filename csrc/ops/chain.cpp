@@ -1,10 +1,13 @@
-// xopt::chain: calls of operators one after the other, on each other's results. To call one costs Python and torch as much
-// as a convolution of a small image takes; here nothing but tensors is handed over and the rest is known from before.
+// xopt::chain: calls of operators one after the other, on each other's results. To call one costs Python and torch as
+// much as a convolution of a small image takes; here nothing but tensors is handed over and the rest is known from
+// before.
 #include <algorithm>
 
 #include "ops/check.h"
 #include "ops/conv_bands.h"
 #include "ops/prepared.h"
+#include "runtime/parallel.h"
+#include "runtime/registry.h"
 
 namespace xopt::ops {
 namespace {
@@ -22,87 +25,87 @@ class Run {
       : prepared_(prepared), tensors_(tensors), results_(prepared.calls.size() * kMostResults) {}
 
   const std::vector<Tensor>& results() {
-    const bool may_band = PlannedConvs::could_pay();
-    size_t i = 0;
-    while (i < prepared_.calls.size()) {
+    const bool on_cpu = current_offload() == nullptr;
+    for (size_t i = 0; i < prepared_.calls.size();) {
       const PreparedCall& call = prepared_.calls[i];
-      if (may_band && call.run_length > 1 && call.name == "conv") {
-        i = call_convs(i, std::min(i + call.run_length, i + PlannedConvs::kMost));
-      } else {
-        this->call(i);
-        forget_after(i++);
-      }
+      const bool may_band = on_cpu && call.run_length > 1 && call.name == "conv";
+      i = may_band ? run_convs(i, std::min(i + call.run_length, i + PlannedConvs::kMost)) : run_part(i, i + 1);
     }
     return results_;
   }
 
  private:
-  void call(size_t i) {
+  void run_call(size_t i) {
     const PreparedCall& call = prepared_.calls[i];
     const PreparedArguments arguments{call.name, call.arguments, tensors_, results_};
     call.run(Stack(&arguments), &results_[i * kMostResults]);
   }
 
-  void forget_after(size_t i) {
-    for (const size_t unused : prepared_.calls[i].unused_after) results_[unused] = Tensor();
-  }
-
-  // Convolutions of which each reads the one before's result: those up to `end`, or to where planning them ends. Returns
-  // what comes next.
-  size_t call_convs(size_t begin, size_t end) {
+  // Convolutions of which each reads the one before's result: those up to `end`, or to where planning them ends.
+  // Returns what comes next. How many were best done together is noted for the next call with such an input.
+  size_t run_convs(size_t begin, size_t end) {
+    const uint64_t input = input_key(begin), note = prepared_.notes[begin].load(std::memory_order_relaxed);
+    if (input == 0) return run_part(begin, begin + 1);
+    if (note / kCounts == input) return run_part(begin, begin + note % kCounts);
     std::vector<size_t> ends;
     {
-      PlannedConvs planned;
+      PlannedConvs planned(threads_);
       end = plan_convs(begin, end, &planned);
       ends = planned.parts();
-      if (ends.size() <= 1) {
-        if (!ends.empty()) planned.run();  // one without outputs was not planned, and is complete
-        return forget(begin, std::max(end, begin + 1));
-      }
-      results_[(end - 1) * kMostResults] = Tensor();
+      if (end > begin) results_[(end - 1) * kMostResults] = Tensor();
     }
-    size_t first = begin;
-    for (const size_t last : ends) {
-      first = call_part(first, begin + last);
+    if (ends.empty()) return run_part(begin, begin + 1);
+    size_t next = begin;
+    for (const size_t part_end : ends) {
+      const uint64_t count = begin + part_end - next;
+      prepared_.notes[next].store(input_key(next) * kCounts + count, std::memory_order_relaxed);
+      next = run_part(next, begin + part_end);
+    }
+    return next;
+  }
+
+  // Calls [begin, end), together if that is possible with these inputs; returns `end`.
+  size_t run_part(size_t begin, size_t end) {
+    bool together = false;
+    if (end - begin > 1) {
+      PlannedConvs planned(threads_);
+      together = plan_convs(begin, end, &planned) == end && planned.run();
+    }
+    for (size_t i = begin; i < end; ++i) {
+      if (!together) run_call(i);
+      for (const size_t unused : prepared_.calls[i].unused_after) results_[unused] = Tensor();
     }
     return end;
   }
 
-  size_t call_part(size_t begin, size_t end) {
-    if (end - begin == 1) {
-      call(begin);
-    } else {
-      PlannedConvs planned;
-      plan_convs(begin, end, &planned);
-      planned.run();
-    }
-    return forget(begin, end);
-  }
-
-  // Up to one that cannot be planned, since it reads a copy of what has not been computed yet. Of the results, the last
-  // one's is there.
+  // Up to one that has no outputs, or whose result is too small. Of the results, the last one's is there.
   size_t plan_convs(size_t begin, size_t end, PlannedConvs* planned) {
     for (size_t i = begin; i < end; ++i) {
-      call(i);
-      Tensor* input = i > begin ? &results_[(i - 1) * kMostResults] : nullptr;
+      run_call(i);
       if (planned->size() == i - begin) return i;
-      if (input != nullptr && planned->last_input() != input->data()) {
-        planned->drop_last();
-        return i;
-      }
-      if (input != nullptr) *input = Tensor();
+      if (i > begin) results_[(i - 1) * kMostResults] = Tensor();
       if (!planned->may_go_on()) return i + 1;
     }
     return end;
   }
 
-  size_t forget(size_t begin, size_t end) {
-    for (size_t i = begin; i < end; ++i) forget_after(i);
-    return end;
+  // Of what decides how many convolutions are best done together; 0 where there is no such tensor.
+  uint64_t input_key(size_t i) const {
+    const PreparedArgument& first = prepared_.calls[i].arguments.front();
+    const bool is_result = first.kind == PreparedArgument::Kind::result;
+    if (!is_result && (first.kind != PreparedArgument::Kind::tensor || first.integer >= tensors_.size())) return 0;
+    const Tensor& input = is_result ? results_[static_cast<size_t>(first.integer)] : tensors_[first.integer];
+    uint64_t key = static_cast<uint64_t>(threads_) * 31 + static_cast<uint64_t>(input.dtype_code());
+    for (int64_t dim = 0; dim < input.dims(); ++dim) key = key * 1'000'003 + static_cast<uint64_t>(input.size(dim));
+    return key % (UINT64_MAX / kCounts - 1) + 1;
   }
+
+  static constexpr uint64_t kCounts = 16;  // more than are planned together
+  static_assert(PlannedConvs::kMost < kCounts);
 
   const PreparedCalls& prepared_;
   const Tensors& tensors_;
+  const int64_t threads_ = max_threads();
   std::vector<Tensor> results_;
 };
 

@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <stdexcept>
 
 #include "runtime/arena.h"
 #include "runtime/cpu.h"
 #include "runtime/parallel.h"
-#include "runtime/registry.h"
 
 namespace xopt::ops {
 namespace {
@@ -49,13 +49,17 @@ Lines lines_under(const PatchesView& v, Lines out) {
   return {std::max<int64_t>(0, first), std::min(v.in[1], last + 1)};
 }
 
+constexpr int64_t kLeastRows = 8;
+
 // Whether some lines of the output can be computed from the lines under them: there are some under each.
 bool has_lines(const ReadyConv& conv) {
   const PatchesView& v = conv.call.input;
   const bool is_flat = v.in[0] == 1 && v.kernel[0] == 1 && v.padding[0] == 0 && v.out[0] == 1;
   const bool meets_input =
       v.padding[1] <= (v.kernel[1] - 1) * v.dilation[1] && (v.out[1] - 1) * v.stride[1] - v.padding[1] < v.in[1];
-  const bool rows_in_order = !conv.is_product || conv.rows.inner_rows == conv.call.images * v.in[1] * v.in[2];
+  // Products of a few rows, as short lines could be, take other instructions than those of many.
+  const bool rows_in_order =
+      !conv.is_product || (v.in[2] >= kLeastRows && conv.rows.inner_rows == conv.call.images * v.in[1] * v.in[2]);
   return is_flat && meets_input && rows_in_order && conv.call.weight.k_tiles > 0;
 }
 
@@ -76,8 +80,8 @@ class Bands {
       products += images_ * call.input.out[1] * line_products(convs_[i]);
       if (i + 1 < count_) between += output_bytes(convs_[i]);
     }
-    // What stays in L2 anyway gains nothing, little gains where the first reads and the last writes far more, and weights
-    // are read again for each band.
+    // What stays in L2 anyway gains nothing; little is gained where the first reads and the last writes far more; and
+    // weights are read again for each band.
     if (between / threads < l2 / 2 || between * 2 < outer_bytes() || weights > l2 * 3 / 8) return false;
     for (int64_t lines = lines_; lines > 0; lines -= ceil_div(lines, int64_t{8})) {
       bands_ = ceil_div(lines_, lines);
@@ -85,7 +89,7 @@ class Bands {
       if (bands_ > lines_) return false;
       measure();
       if (scratch_bytes() > l2 * 3 / 8) continue;
-      // Where threads share an image each begins with lines that another one computes as well.
+      // Where threads share an image, each begins with lines that another computes as well.
       const int64_t twice = images_ % threads == 0 ? 0 : threads * start_products_;
       return twice <= products / 8 && products / (images_ * bands_) >= kLeastProducts;
     }
@@ -105,7 +109,7 @@ class Bands {
   }
 
  private:
-  static constexpr int64_t kLeastProducts = 500'000;  // of a band: each call costs a microsecond or two
+  static constexpr int64_t kLeastProducts = 500'000;  // of a band: what is looked up for each call takes a microsecond
 
   using ImageLines = std::array<Lines, PlannedConvs::kTogether>;  // of an image, for each convolution
 
@@ -214,19 +218,27 @@ class Bands {
 
 }  // namespace
 
-PlannedConvs::PlannedConvs() : outer_(standing) { standing = this; }
+PlannedConvs::PlannedConvs(int64_t threads) : outer_(standing), threads_(threads) { standing = this; }
 PlannedConvs::~PlannedConvs() { standing = outer_; }
 PlannedConvs* PlannedConvs::current() { return standing; }
 
+// Results have their channels last, so that no convolution reads a copy of the one before's, which would be of nothing.
+void PlannedConvs::add(const ReadyConv& conv) {
+  if (!convs_.empty() && conv.call.input.data != convs_.back().call.epilogue.out) {
+    throw std::logic_error("xopt: a planned convolution does not read the one before it");
+  }
+  convs_.push_back(conv);
+}
+
 bool PlannedConvs::may_go_on() const {
   const int64_t most = static_cast<int64_t>(kMost) * output_bytes(convs_.back());
-  return convs_.size() < kMost && most / max_threads() >= l2_bytes() / 2;
+  return convs_.size() < kMost && most / threads_ >= l2_bytes() / 2;
 }
 
 // All in bands or, where that does not pay, those before and behind the smallest result.
 void PlannedConvs::find_parts(size_t begin, size_t end, std::vector<size_t>* ends) const {
   const size_t count = end - begin;
-  const bool together = count <= kTogether && Bands(convs_.data() + begin, count).plan(max_threads());
+  const bool together = count <= kTogether && Bands(convs_.data() + begin, count).plan(threads_);
   if (count == 1 || together) return ends->push_back(end);
   size_t middle = begin + 1;
   for (size_t i = middle + 1; i < end; ++i) {
@@ -242,13 +254,11 @@ std::vector<size_t> PlannedConvs::parts() const {
   return ends;
 }
 
-void PlannedConvs::run() const {
-  if (convs_.size() == 1) return run_ready(convs_.front());
+bool PlannedConvs::run() const {
   Bands bands(convs_.data(), convs_.size());
-  bands.plan(max_threads());
-  bands.run(max_threads());
+  if (!bands.plan(threads_)) return false;
+  bands.run(threads_);
+  return true;
 }
-
-bool PlannedConvs::could_pay() { return current_offload() == nullptr; }
 
 }  // namespace xopt::ops

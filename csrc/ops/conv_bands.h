@@ -1,5 +1,5 @@
-// Convolutions that follow each other, some lines of the image at a time: what one computes then is still in L2 when the
-// next reads it, and is never written to memory. Results are those of one convolution after the other, bit by bit.
+// Convolutions that follow each other, some lines of the image at a time: what one computes is still in L2 when the next
+// reads it, and is never written to memory. Results are those of one convolution after the other, bit by bit.
 #pragma once
 
 #include <vector>
@@ -14,10 +14,8 @@ class PlannedConvs {
  public:
   static constexpr size_t kMost = 6;      // convolutions in one
   static constexpr size_t kTogether = 3;  // at most, of those: more need narrow bands (MobileNetV2: a tenth slower)
-  // Other devices have each convolution on its own.
-  static bool could_pay();
 
-  PlannedConvs();
+  explicit PlannedConvs(int64_t threads);
   ~PlannedConvs();
   PlannedConvs(const PlannedConvs&) = delete;
   PlannedConvs& operator=(const PlannedConvs&) = delete;
@@ -25,22 +23,22 @@ class PlannedConvs {
   // The one that stands on this thread, or nullptr.
   static PlannedConvs* current();
 
-  void add(const ReadyConv& conv) { convs_.push_back(conv); }
+  void add(const ReadyConv& conv);
   void keep(Tensor tensor) { kept_.push_back(std::move(tensor)); }  // that a planned convolution reads
-  void drop_last() { convs_.pop_back(); }
   size_t size() const { return convs_.size(); }
-  const void* last_input() const { return convs_.back().call.input.data; }
   // Whether results of the last one's size are worth planning what reads them.
   bool may_go_on() const;
 
   // How they are best done: the ends of those that are done together.
   std::vector<size_t> parts() const;
-  void run() const;  // all together, into the memory of the last one's result
+  // All together, into the memory of the last one's result; false where that cannot be, and nothing was done.
+  bool run() const;
 
  private:
   void find_parts(size_t begin, size_t end, std::vector<size_t>* ends) const;
 
   PlannedConvs* const outer_;
+  const int64_t threads_;
   std::vector<ReadyConv> convs_;
   std::vector<Tensor> kept_;
 };

@@ -197,6 +197,7 @@ PreparedCalls read_calls(std::string_view text) {
   }
   find_last_uses(&prepared);
   find_runs(&prepared);
+  prepared.notes = std::make_unique<std::atomic<uint64_t>[]>(prepared.calls.size());
   return prepared;
 }
 

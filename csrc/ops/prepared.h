@@ -8,6 +8,7 @@
 //   return $1
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -62,6 +63,8 @@ struct PreparedCall {
 struct PreparedCalls {
   std::vector<PreparedCall> calls;
   std::vector<size_t> returned;  // results by their places
+  // For each call what its run found out last, for the next one; 0 at first (ops/chain.cpp).
+  std::unique_ptr<std::atomic<uint64_t>[]> notes;
 };
 
 // Of this text, which is read when it is first met.

@@ -106,8 +106,8 @@ inline void run_as_chosen(Kernel<WeightOnlyFn>& kernel, WeightOnlyCall call, con
 
 template <class Fn, class Call>
 void run_tuned(Kernel<Fn>& kernel, const Call& call, const ColdMemory& cold) {
-  // What another device runs has none of these choices, and what runs in a region is part of a call.
-  if (!tuning_on() || current_offload() != nullptr || in_region()) return kernel(call);
+  // What another device runs has none of these choices.
+  if (!tuning_on() || current_offload() != nullptr) return kernel(call);
   struct Context {
     Kernel<Fn>& kernel;
     const Call& call;

@@ -136,7 +136,7 @@ struct TileBlock {
     const uint8_t* b = call.b;
     Ahead ahead(call);
     // What stands before the next step's first loads, and after them.
-    const auto most_of_step = [&] {
+    const auto most_of_step = [&]() __attribute__((always_inline)) {
       XOPT_DOT(0, 4, 6);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
       XOPT_DOT(1, 4, 7);
@@ -145,7 +145,7 @@ struct TileBlock {
       XOPT_DOT(2, 5, 6);
       XOPT_TILE_ZERO(6);
     };
-    const auto end_of_step = [&] {
+    const auto end_of_step = [&]() __attribute__((always_inline)) {
       XOPT_DOT(3, 5, 7);
       XOPT_TILE_ZERO(5);
       XOPT_TILE_ZERO(7);
