@@ -163,6 +163,8 @@ BAD = {
     "later result": ("%0", "$0", "expected the number of an earlier call below 0, got \\$0"),
     "no operator": ("conv", "convolution", "expected the name of an operator for chains, got 'convolution'"),
     "too few arguments": (" false float32", "", "expected more than 14 arguments of conv"),
+    "no arguments": ("conv %0", "conv\nconv $0", "expected more than 0 arguments of conv"),
+    "no tensor before another call": ("conv %0", "conv -\nconv $0", "expected a tensor for argument 1 of conv, got -"),
     "two spaces": ("conv ", "conv  ", "expected one space between the arguments of conv"),
     "no list": ("[1,1] 1", "1 1", "expected a list of integers for argument 7 of conv, got 1"),
     "list of words": ("[1,1] 1", "[1,a] 1", r"expected a list of integers, got \[1,a\]"),

@@ -91,6 +91,7 @@ class Run {
 
   // Of what decides how many convolutions are best done together; 0 where there is no such tensor.
   uint64_t input_key(size_t i) const {
+    if (prepared_.calls[i].arguments.empty()) return 0;
     const PreparedArgument& first = prepared_.calls[i].arguments.front();
     const bool is_result = first.kind == PreparedArgument::Kind::result;
     if (!is_result && (first.kind != PreparedArgument::Kind::tensor || first.integer >= tensors_.size())) return 0;
