@@ -129,6 +129,10 @@ def test_what_no_later_link_reads_is_freed() -> None:
     assert after[2] - before[2] >= 8  # more where convolutions are planned together and then not done so
     assert 1 <= after[3] - before[3] <= 3
     assert after[0] - before[0] == result.nbytes
+    del result
+    before = _C.output_statistics()
+    ops.chain(*arguments)
+    assert _C.output_statistics()[2] - before[2] == 8  # now that it is known which are done together
 
 
 def test_other_operators_of_a_chain() -> None:

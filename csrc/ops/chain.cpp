@@ -35,17 +35,19 @@ class Run {
   }
 
  private:
+  PreparedArguments arguments_of(size_t i) const {
+    return {prepared_.calls[i].name, prepared_.calls[i].arguments, tensors_, results_};
+  }
+
   void run_call(size_t i) {
-    const PreparedCall& call = prepared_.calls[i];
-    const PreparedArguments arguments{call.name, call.arguments, tensors_, results_};
-    call.run(Stack(&arguments), &results_[i * kMostResults]);
+    const PreparedArguments arguments = arguments_of(i);
+    prepared_.calls[i].run(Stack(&arguments), &results_[i * kMostResults]);
   }
 
   // Convolutions of which each reads the one before's result: those up to `end`, or to where planning them ends.
   // Returns what comes next. How many were best done together is noted for the next call with such an input.
   size_t run_convs(size_t begin, size_t end) {
     const uint64_t input = input_key(begin), note = prepared_.notes[begin].load(std::memory_order_relaxed);
-    if (input == 0) return run_part(begin, begin + 1);
     if (note / kCounts == input) return run_part(begin, begin + note % kCounts);
     std::vector<size_t> ends;
     {
@@ -89,13 +91,10 @@ class Run {
     return end;
   }
 
-  // Of what decides how many convolutions are best done together; 0 where there is no such tensor.
+  // Of what decides how many convolutions are best done together; never 0.
   uint64_t input_key(size_t i) const {
-    if (prepared_.calls[i].arguments.empty()) return 0;
-    const PreparedArgument& first = prepared_.calls[i].arguments.front();
-    const bool is_result = first.kind == PreparedArgument::Kind::result;
-    if (!is_result && (first.kind != PreparedArgument::Kind::tensor || first.integer >= tensors_.size())) return 0;
-    const Tensor& input = is_result ? results_[static_cast<size_t>(first.integer)] : tensors_[first.integer];
+    const PreparedArguments arguments = arguments_of(i);
+    const Tensor input = Stack(&arguments).tensor();
     uint64_t key = static_cast<uint64_t>(threads_) * 31 + static_cast<uint64_t>(input.dtype_code());
     for (int64_t dim = 0; dim < input.dims(); ++dim) key = key * 1'000'003 + static_cast<uint64_t>(input.size(dim));
     return key % (UINT64_MAX / kCounts - 1) + 1;

@@ -66,11 +66,15 @@ bool has_lines(const ReadyConv& conv) {
 // How images are cut into bands of the last convolution's output lines.
 class Bands {
  public:
-  Bands(const ReadyConv* convs, size_t count)
-      : convs_(convs), count_(count), images_(convs->call.images), lines_(convs[count - 1].call.input.out[1]) {}
+  Bands(const ReadyConv* convs, size_t count, int64_t threads)
+      : convs_(convs),
+        count_(count),
+        threads_(threads),
+        images_(convs->call.images),
+        lines_(convs[count - 1].call.input.out[1]) {}
 
-  // Whether it pays, with this many threads.
-  bool plan(int64_t threads) {
+  // Whether it pays.
+  bool plan() {
     const int64_t l2 = l2_bytes();
     int64_t between = 0, weights = 0, products = 0;
     for (size_t i = 0; i < count_; ++i) {
@@ -82,23 +86,23 @@ class Bands {
     }
     // What stays in L2 anyway gains nothing; little is gained where the first reads and the last writes far more; and
     // weights are read again for each band.
-    if (between / threads < l2 / 2 || between * 2 < outer_bytes() || weights > l2 * 3 / 8) return false;
+    if (between / threads_ < l2 / 2 || between * 2 < outer_bytes() || weights > l2 * 3 / 8) return false;
     for (int64_t lines = lines_; lines > 0; lines -= ceil_div(lines, int64_t{8})) {
       bands_ = ceil_div(lines_, lines);
-      while (!shares_evenly(threads)) ++bands_;
+      while (!shares_evenly()) ++bands_;
       if (bands_ > lines_) return false;
       measure();
       if (scratch_bytes() > l2 * 3 / 8) continue;
       // Where threads share an image, each begins with lines that another computes as well.
-      const int64_t twice = images_ % threads == 0 ? 0 : threads * start_products_;
+      const int64_t twice = images_ % threads_ == 0 ? 0 : threads_ * start_products_;
       return twice <= products / 8 && products / (images_ * bands_) >= kLeastProducts;
     }
     return false;
   }
 
-  void run(int64_t threads) const {
+  void run() const {
     const int64_t parts = images_ * bands_;
-    parallel(static_cast<int>(std::min(threads, parts)), [&](int thread, int count) {
+    parallel(static_cast<int>(std::min(threads_, parts)), [&](int thread, int count) {
       const Scratch between(static_cast<size_t>(scratch_bytes()));
       ImageLines held{};
       for (int64_t part = parts * thread / count; part < parts * (thread + 1) / count; ++part) {
@@ -113,9 +117,7 @@ class Bands {
 
   using ImageLines = std::array<Lines, PlannedConvs::kTogether>;  // of an image, for each convolution
 
-  bool shares_evenly(int64_t threads) const {
-    return images_ * bands_ % threads == 0 || images_ * bands_ >= 8 * threads;
-  }
+  bool shares_evenly() const { return images_ * bands_ % threads_ == 0 || images_ * bands_ >= 8 * threads_; }
 
   // What is read and written in bands as otherwise: input, output, and what is added to results.
   int64_t outer_bytes() const {
@@ -210,6 +212,7 @@ class Bands {
 
   const ReadyConv* const convs_;
   const size_t count_;
+  const int64_t threads_;
   const int64_t images_, lines_;  // lines of an image of the last output
   int64_t bands_ = 1;             // of an image
   int64_t start_products_ = 0;    // multiply-adds that a band repeats where the one before it is another thread's
@@ -238,7 +241,7 @@ bool PlannedConvs::may_go_on() const {
 // All in bands or, where that does not pay, those before and behind the smallest result.
 void PlannedConvs::find_parts(size_t begin, size_t end, std::vector<size_t>* ends) const {
   const size_t count = end - begin;
-  const bool together = count <= kTogether && Bands(convs_.data() + begin, count).plan(threads_);
+  const bool together = count <= kTogether && Bands(convs_.data() + begin, count, threads_).plan();
   if (count == 1 || together) return ends->push_back(end);
   size_t middle = begin + 1;
   for (size_t i = middle + 1; i < end; ++i) {
@@ -255,9 +258,9 @@ std::vector<size_t> PlannedConvs::parts() const {
 }
 
 bool PlannedConvs::run() const {
-  Bands bands(convs_.data(), convs_.size());
-  if (!bands.plan(threads_)) return false;
-  bands.run(threads_);
+  Bands bands(convs_.data(), convs_.size(), threads_);
+  if (!bands.plan()) return false;
+  bands.run();
   return true;
 }
 

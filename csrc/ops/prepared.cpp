@@ -144,17 +144,23 @@ PreparedCall read_call(std::string_view line, const std::vector<PreparedCall>& c
   return call;
 }
 
+// Calls read(place) for each result that a call takes, or takes a size of.
+template <class Read>
+void each_result(const PreparedCall& call, const Read& read) {
+  for (const PreparedArgument& argument : call.arguments) {
+    if (argument.kind == PreparedArgument::Kind::result) read(static_cast<size_t>(argument.integer));
+    for (const SizeOf& size : argument.sizes) {
+      if (size.is_result) read(size.place);
+    }
+  }
+}
+
 // A result is needed until the last call that reads it, or by the caller.
 void find_last_uses(PreparedCalls* prepared) {
   std::vector<size_t> last(prepared->calls.size() * kMostResults);
   for (size_t i = 0; i < prepared->calls.size(); ++i) {
     for (size_t own = 0; own < kMostResults; ++own) last[i * kMostResults + own] = i;
-    for (const PreparedArgument& argument : prepared->calls[i].arguments) {
-      if (argument.kind == PreparedArgument::Kind::result) last[static_cast<size_t>(argument.integer)] = i;
-      for (const SizeOf& size : argument.sizes) {
-        if (size.is_result) last[size.place] = i;
-      }
-    }
+    each_result(prepared->calls[i], [&](size_t result) { last[result] = i; });
   }
   for (const size_t result : prepared->returned) last[result] = prepared->calls.size();
   for (size_t result = 0; result < last.size(); ++result) {
@@ -165,11 +171,7 @@ void find_last_uses(PreparedCalls* prepared) {
 bool goes_on(const PreparedCall& before, size_t result, const PreparedCall& call) {
   if (call.name != before.name || call.arguments.empty()) return false;
   size_t uses = 0;
-  for (const PreparedArgument& argument : call.arguments) {
-    const bool reads = argument.kind == PreparedArgument::Kind::result;
-    uses += reads && static_cast<size_t>(argument.integer) == result ? 1 : 0;
-    for (const SizeOf& size : argument.sizes) uses += size.is_result && size.place == result ? 1 : 0;
-  }
+  each_result(call, [&](size_t read) { uses += read == result ? 1 : 0; });
   const PreparedArgument& first = call.arguments.front();
   const bool is_first = first.kind == PreparedArgument::Kind::result && static_cast<size_t>(first.integer) == result;
   const bool is_last = std::find(call.unused_after.begin(), call.unused_after.end(), result) != call.unused_after.end();
