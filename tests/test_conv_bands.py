@@ -19,9 +19,9 @@ from xopt.ops.fakes import FLOATING
 L2_BYTES: int = xopt.capabilities().caches.l2_bytes or 1 << 20
 
 
-def depthwise_calls() -> int:
-    """Of the kernel: in bands it is called for each."""
-    return sum(record["calls"] for record in _C.kernels() if record["name"] == "conv_depthwise")
+def kernel_calls(name: str) -> int:
+    """In bands a kernel is called for each."""
+    return sum(record["calls"] for record in _C.kernels() if record["name"] == name)
 
 
 class Sequence:
@@ -123,10 +123,31 @@ def large_residual(images: int = 1) -> tuple[Calls, int]:
 def test_an_inverted_residual_that_leaves_l2_is_done_in_bands(images: int) -> None:
     calls, _ = large_residual(images)
     for _ in range(2):
-        before = depthwise_calls()
+        before = kernel_calls("conv_depthwise")
         (result,) = ops.chain(*calls.arguments([2]))
-        assert depthwise_calls() - before > 2 * images
+        assert kernel_calls("conv_depthwise") - before > 2 * images
         assert torch.equal(result, calls.results[2])
+
+
+@pytest.mark.sanitize
+@pytest.mark.skipif(L2_BYTES < 1 << 19, reason="not even some lines stay in L2")
+def test_a_bottleneck_that_adds_its_input_is_done_in_bands() -> None:
+    """What is between is small beside input and output, but the input is read twice."""
+    torch.manual_seed(0)
+    height = max(24, 2 * torch.get_num_threads() * L2_BYTES // (32 * 32 * 4))
+    for own_input in (True, False):
+        calls = Calls(image(1, 128, height, 32))
+        added = Given(0) if own_input else calls.given(image(1, 128, height, 32))
+        calls.add(Given(0), torch.randn(32, 128, 1, 1) / 11, activation="relu")
+        calls.add(Result(0), torch.randn(32, 32, 3, 3) / 17, padding=[1, 1, 1, 1], activation="relu")
+        calls.add(
+            Result(1), torch.randn(128, 32, 1, 1) / 6, added, binary="add", activation="relu", activation_last=True
+        )
+        for _ in range(2):
+            before = kernel_calls("conv")
+            (result,) = ops.chain(*calls.arguments([2]))
+            assert (kernel_calls("conv") - before > 2) == own_input
+            assert torch.equal(result, calls.results[2])
 
 
 def test_a_text_that_meets_other_inputs_plans_anew() -> None:

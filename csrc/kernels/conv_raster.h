@@ -31,7 +31,7 @@ struct RasterPlan {
         raster(call.input, lines),
         image_blocks(ceil_div(raster.span(), Block::kRows)),
         blocks(call.images * image_blocks) {
-    const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
+    const int64_t l2 = l2_bytes();
     const int64_t image = image_blocks * Block::kRows + raster.reach();
     const int64_t positions = l2 / 2 / raster.position_bytes();
     chunk_blocks = positions >= image ? positions / image * image_blocks

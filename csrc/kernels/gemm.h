@@ -70,4 +70,8 @@ struct GemmCall {
 
 using GemmFn = void(const GemmCall&);
 
+// Products of so many rows or more take the same instructions at a level, so that a row's result does not depend on how
+// many there are. Those of fewer may round otherwise.
+inline constexpr int64_t kLeastRowsOfMany = 8;
+
 }  // namespace xopt

@@ -21,10 +21,6 @@ namespace {
 Kernel<RecurrentGatesFn> gates_kernel("recurrent_gates", "f32");
 Kernel<RecurrentRowsFn> rows_kernel("recurrent_rows", "f32");
 
-// A GEMM takes other instructions for a few rows, so a job that has few because of the number of threads would have
-// other roundings.
-constexpr int64_t kLeastRowsOfAJob = 8;
-
 // Rows of one product of the input. Their sums wait for the gates, near by; but a weight that does not stay in L2 is
 // read anew for each.
 constexpr int64_t kInputRows = 64, kInputRowsOfLargeWeights = 256;
@@ -56,7 +52,8 @@ struct Sharing {
     const bool stays = bytes_of(call.direction[0].hidden_weight) <= cpu_features().l2_bytes;
     const bool may_split_rows = call.first_row == nullptr && stays;
     const int64_t wanted = (threads + call.directions - 1) / call.directions;
-    row_groups = may_split_rows ? most(1, least(wanted, call.batch / kLeastRowsOfAJob)) : 1;
+    // Results must not depend on the number of threads.
+    row_groups = may_split_rows ? most(1, least(wanted, call.batch / kLeastRowsOfMany)) : 1;
     jobs = call.directions * static_cast<int>(row_groups);
     members = static_cast<int>(most(1, least(threads / jobs, blocks_of(call.units))));
     teams = static_cast<int>(least(threads / members, jobs));

@@ -17,8 +17,6 @@ thread_local PlannedConvs* standing = nullptr;
 
 void set_data(ReadyConv* conv, const void* data) { conv->call.input.data = conv->rows.data = data; }
 
-int64_t l2_bytes() { return cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20; }
-
 // Lines of an image.
 struct Lines {
   int64_t begin, end;
@@ -49,17 +47,15 @@ Lines lines_under(const PatchesView& v, Lines out) {
   return {std::max<int64_t>(0, first), std::min(v.in[1], last + 1)};
 }
 
-constexpr int64_t kLeastRows = 8;
-
 // Whether some lines of the output can be computed from the lines under them: there are some under each.
 bool has_lines(const ReadyConv& conv) {
   const PatchesView& v = conv.call.input;
   const bool is_flat = v.in[0] == 1 && v.kernel[0] == 1 && v.padding[0] == 0 && v.out[0] == 1;
   const bool meets_input =
       v.padding[1] <= (v.kernel[1] - 1) * v.dilation[1] && (v.out[1] - 1) * v.stride[1] - v.padding[1] < v.in[1];
-  // Products of a few rows, as short lines could be, take other instructions than those of many.
+  // Short lines could be products of a few rows.
   const bool rows_in_order =
-      !conv.is_product || (v.in[2] >= kLeastRows && conv.rows.inner_rows == conv.call.images * v.in[1] * v.in[2]);
+      !conv.is_product || (v.in[2] >= kLeastRowsOfMany && conv.rows.inner_rows == conv.call.images * v.in[1] * v.in[2]);
   return is_flat && meets_input && rows_in_order && conv.call.weight.k_tiles > 0;
 }
 
@@ -76,23 +72,24 @@ class Bands {
   // Whether it pays.
   bool plan() {
     const int64_t l2 = l2_bytes();
-    int64_t between = 0, weights = 0, products = 0;
+    int64_t between = 0, weights = 0, products = 0, again = 0;
     for (size_t i = 0; i < count_; ++i) {
       if (!has_lines(convs_[i])) return false;
       const ConvCall& call = convs_[i].call;
       weights += call.weight.panels * call.weight.panel_bytes;
       products += images_ * call.input.out[1] * line_products(convs_[i]);
       if (i + 1 < count_) between += output_bytes(convs_[i]);
+      if (adds_input(convs_[i])) again += output_bytes(convs_[i]);
     }
     // What stays in L2 anyway gains nothing; little is gained where the first reads and the last writes far more; and
     // weights are read again for each band.
-    if (between / threads_ < l2 / 2 || between * 2 < outer_bytes() || weights > l2 * 3 / 8) return false;
+    if (between / threads_ < l2 / 2 || between * 2 + again < outer_bytes() || weights > l2 * 3 / 8) return false;
     for (int64_t lines = lines_; lines > 0; lines -= ceil_div(lines, int64_t{8})) {
       bands_ = ceil_div(lines_, lines);
       while (!shares_evenly()) ++bands_;
       if (bands_ > lines_) return false;
       measure();
-      if (scratch_bytes() > l2 * 3 / 8) continue;
+      if (scratch_bytes() + (again > 0 ? most_input_bytes_ : 0) > l2 * 3 / 8) continue;
       // Where threads share an image, each begins with lines that another computes as well.
       const int64_t twice = images_ % threads_ == 0 ? 0 : threads_ * start_products_;
       return twice <= products / 8 && products / (images_ * bands_) >= kLeastProducts;
@@ -119,11 +116,17 @@ class Bands {
 
   bool shares_evenly() const { return images_ * bands_ % threads_ == 0 || images_ * bands_ >= 8 * threads_; }
 
-  // What is read and written in bands as otherwise: input, output, and what is added to results.
+  // Whether it adds what the first one reads to its result (a bottleneck of a residual net): that is still in L2 then.
+  bool adds_input(const ReadyConv& conv) const { return conv.call.epilogue.other == convs_->call.input.data; }
+
+  // What is read and written in bands as otherwise: input, output, and what else is added to results.
   int64_t outer_bytes() const {
     const PatchesView& v = convs_->call.input;
     int64_t bytes = images_ * v.in[1] * v.in[2] * v.channels * dtype_size(v.dtype) + output_bytes(convs_[count_ - 1]);
-    for (size_t i = 0; i < count_; ++i) bytes += convs_[i].call.epilogue.other != nullptr ? output_bytes(convs_[i]) : 0;
+    for (size_t i = 0; i < count_; ++i) {
+      const bool adds = convs_[i].call.epilogue.other != nullptr && !adds_input(convs_[i]);
+      bytes += adds ? output_bytes(convs_[i]) : 0;
+    }
     return bytes;
   }
 
@@ -136,9 +139,13 @@ class Bands {
   }
 
   void measure() {
+    const PatchesView& v = convs_->call.input;
     most_lines_.fill(0);
+    most_input_bytes_ = 0;
     for (int64_t band = 0; band < bands_; ++band) {
       const ImageLines lines = lines_of(band);
+      const int64_t pixels = lines_under(v, lines[0]).count() * v.in[2];
+      most_input_bytes_ = std::max(most_input_bytes_, pixels * v.channels * dtype_size(v.dtype));
       for (size_t i = 0; i < count_; ++i) most_lines_[i] = std::max(most_lines_[i], lines[i].count());
     }
     start_products_ = 0;
@@ -217,6 +224,7 @@ class Bands {
   int64_t bands_ = 1;             // of an image
   int64_t start_products_ = 0;    // multiply-adds that a band repeats where the one before it is another thread's
   std::array<int64_t, PlannedConvs::kTogether> most_lines_{};
+  int64_t most_input_bytes_ = 0;  // under a band
 };
 
 }  // namespace

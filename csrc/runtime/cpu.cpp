@@ -126,6 +126,8 @@ const CpuFeatures& cpu_features() {
   return features;
 }
 
+int64_t l2_bytes() { return cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20; }
+
 Isa level_of(const CpuFeatures& f) {
   if (!(f.avx2 && f.fma && f.f16c)) return Isa::scalar;
   if (!(f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl)) return Isa::avx2;

@@ -26,6 +26,8 @@ struct CpuFeatures {
 };
 
 const CpuFeatures& cpu_features();
+// For plans: where CPUID does not tell, a size that most have.
+int64_t l2_bytes();
 
 // The highest level whose features, and those of all levels below it, are there.
 Isa level_of(const CpuFeatures& features);
