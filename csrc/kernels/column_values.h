@@ -22,14 +22,16 @@ class ColumnValues {
     strip->scale = e.scale.data != nullptr ? scale_ : nullptr;
   }
 
- private:
-  static void spread(const ColumnVector& values, int64_t n, int64_t first, int64_t count, float* to) {
+  // Of `count` columns from `first` on, those that there are of all n.
+  static void spread(const ColumnVector& values, int64_t n, int64_t first, int64_t count, float* to,
+                     float missing = 0.0F) {
     for (int64_t i = 0; i < count; i += kWidth) {
       const bool inside = values.data != nullptr && first + i < n;
-      store(to + i, inside ? load_any(values.data, values.dtype, first + i, n - first - i) : set1(0.0F));
+      store(to + i, inside ? load_any(values.data, values.dtype, first + i, n - first - i) : set1(missing));
     }
   }
 
+ private:
   alignas(64) float bias_[kMostStripPanels * kPanelColumns];
   alignas(64) float scale_[kMostStripPanels * kPanelColumns];
 };

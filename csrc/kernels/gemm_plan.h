@@ -41,6 +41,7 @@ struct GemmPlan {
     panel_by_panel = !Block::kBackground && w.k_tiles * Block::kTileK <= kShortSums && call.tuning.chunk_panels == 0;
     max_threads = xopt::max_threads();
     choose_grid(w.panels);
+    if (Block::kBackground && k_blocks == 1) take_whole_rows(ceil_div(w.panels, grid_panels));
     apply(call.tuning, w.panels);
   }
 
@@ -59,7 +60,7 @@ struct GemmPlan {
 
  private:
   void choose_chunks(int64_t panel_bytes) {
-    const int64_t l2 = cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20;
+    const int64_t l2 = l2_bytes();
     most_resident = l2 / 2;
     if constexpr (Block::kBackground) {
       choose_long_chunks(l2);
@@ -93,6 +94,16 @@ struct GemmPlan {
     const int64_t a_bytes = Block::kRows * k_block_tiles * (kTileBytes / kTileRows);
     const int64_t sum_bytes = k_blocks > 1 ? Block::kRows * kPanelColumns * 4 * chunk_panels : 0;
     chunk_blocks = maximum<int64_t>(1, l2 / 2 / (a_bytes + sum_bytes));
+  }
+
+  // All of a thread's panels in one chunk, where L2 holds their weights and little has to stay of A. So a row of the output
+  // is written from end to end, and not as much of it as a chunk has columns: stores alone took 4.8 ns a line in place of
+  // 6.0 where rows have 512 bytes, and 4.4 in place of 9.5 where they have 2560.
+  void take_whole_rows(int64_t panels) {
+    const int64_t l2 = l2_bytes(), slice = k_block_tiles * 2 * kTileBytes;
+    if (panels <= chunk_panels || panels * slice > l2 / 2) return;
+    chunk_panels = panels;
+    chunk_blocks = maximum<int64_t>(4, l2 / 8 / (Block::kRows * k_block_tiles * (kTileBytes / kTileRows)));
   }
 
   // The split of threads into rows x panels that is done first, by a rough count of cycles: a block step costs about

@@ -89,10 +89,18 @@ void copy_runs(DType dtype, const uint8_t* from, int64_t step, int64_t rows, int
   }
 }
 
-// Zeros behind the `count` elements of each row.
+// Zeros behind the `count` elements of each row, which are not there yet.
 template <class Block>
 XOPT_INLINE void pad_rows(int64_t rows, int64_t count, int64_t padded, typename Block::A* to) {
   if (padded == count) return;
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+  // To call memset for each row takes longer than to copy a short one.
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(*to));
+  if (padded >= kLine && padded - count <= kLine) {
+    for (int64_t row = 0; row < rows; ++row) __builtin_memset(to + row * Block::kStride + padded - kLine, 0, 64);
+    return;
+  }
+#endif
   for (int64_t row = 0; row < rows; ++row) {
     __builtin_memset(to + row * Block::kStride + count, 0, static_cast<size_t>(padded - count) * sizeof(*to));
   }

@@ -1,0 +1,375 @@
+// The loops around a block: who computes what, in which order, and what lies in which cache meanwhile.
+//
+//   thread        a rectangle of the output: a range of row blocks x a range of panels (no split of K, so results do not
+//                 depend on the number of threads)
+//    row chunk    rows whose copy of A stays in L2; weights are read once per chunk
+//     panel chunk   panels whose weights stay in L2 while all rows of the chunk pass: all their K, or one k block of it
+//      pass           the k blocks that a row block goes through in one go: all, or one
+//       row block
+//        k block        its copy of A stays in L1 while the panels of the chunk pass; AMX takes it from L2 and has one
+//         panel           the block's product; sums wait in scratch for the next k block
+//
+// Tiles are read from A itself where its rows are what a copy would be: bf16 or int8, whole tiles, at whole cache lines.
+// So are floats on AVX2, where all of K is one k block. Blocks on the vector ports finish a row block's strip of sums, all
+// panels of the chunk, after its last k block; on AVX2 a block does simple epilogues itself, in its registers. With
+// AMX each panel's sums go to the epilogue on their own, between the products of the next panel, and the weights of the
+// next chunk are fetched into L2 meanwhile, spread evenly over the k steps. (Vector blocks fetch none where many row
+// blocks share them: prefetches in their loops cost more than the first row block's misses.)
+// A call with one row block goes panel by panel, so that weights stream in their order in memory.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/column_values.h"
+#include "kernels/gemm_background.h"
+#include "kernels/gemm_plan.h"
+#include "kernels/panel_output.h"
+#include "kernels/simple_epilogue.h"
+#include "runtime/arena.h"
+#include "tiles/block_amx.h"
+#include "tiles/view.h"
+
+namespace xopt::XOPT_ISA {
+
+// Lines of the next weights that a step fetches, of the two tiles which each of a chunk's row blocks has a share of. For
+// tiles never few: a step that fetches costs 20 cycles more, one line or eight (measured), so some row blocks fetch
+// and the others do not.
+template <class Block>
+XOPT_INLINE int64_t lines_ahead(int64_t row_blocks) {
+  constexpr int64_t kLines = 2 * kTileBytes / 64;
+  const int64_t share = ceil_div(kLines, row_blocks);
+  return Block::kBackground ? maximum<int64_t>(kLines / 4, share) : share;
+}
+
+// A thread's part of a call. The rows of A are those of `view`, whatever call.a says.
+template <class Block, class View = Merged>
+class GemmThread {
+  using A = typename Block::A;
+  static constexpr int64_t kBlockBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(A));
+  static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
+  // Row blocks whose products hide that weights come from memory for the first of them. On AVX2 (Zen 4) 9 blocks of
+  // 512 x 512 x 3 x 3 gained 14% by fetching ahead and 22 gained 6%; on AVX-512 (Cascade Lake) 4 gained nothing.
+  static constexpr int64_t kRowBlocksThatHideMisses = XOPT_LEVEL == XOPT_LEVEL_AVX2 ? 32 : 4;
+  static constexpr int64_t kFewRowBlocks = 4;
+  static constexpr bool kFinishesPanels = Block::kBackground && std::is_same_v<typename Block::Round, Bf16>;
+
+ public:
+  // `out_row_offset`: the output row that row 0 of epilogue.out is.
+  GemmThread(const GemmCall& call, const View& view, const GemmPlan<Block>& plan, EpilogueFn* epilogue,
+             int64_t out_row_offset)
+      : call_(call),
+        w_(call.weight),
+        plan_(plan),
+        view_(view),
+        background_(epilogue, out_row_offset),
+        out_row_offset_(out_row_offset),
+        finishes_(can_finish(call)),
+        finishes_panels_(can_finish_panels(call, plan)),
+        panel_output_(call.epilogue, out_row_offset) {}
+
+  void compute(Range rows, Range panels) {
+    [[maybe_unused]] const typename Block::Scope scope;
+    part_ = panels;
+    first_row_block_ = rows.begin;
+    columns_ = {};
+    weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
+    keep_copies_ = Block::kBackground || weights_stay_;
+    fetches_ahead_ = Block::kBackground || rows.size() < (weights_stay_ ? kFewRowBlocks : kRowBlocksThatHideMisses);
+    const int64_t chunks = ceil_div(rows.size(), plan_.chunk_blocks);
+    const int64_t chunk_blocks = weights_stay_ ? 1 : ceil_div(rows.size(), maximum<int64_t>(1, chunks));
+    const bool one_panel = rows.size() == 1 || (weights_stay_ && plan_.panel_by_panel && !finishes_);
+    const int64_t chunk_panels = one_panel ? 1 : plan_.chunk_panels;
+    pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
+    strip_bytes_ = chunk_panels * kAccBytes;
+    // Strips of all row blocks if sums have to wait for another pass, else two in turns; two at least, because the
+    // deferred epilogue reads one while the next is computed.
+    const int64_t strips = maximum<int64_t>(2, pass_k_blocks_ < plan_.k_blocks ? chunk_blocks : 0);
+    const Scratch acc(static_cast<size_t>(by_panels() ? 2 * kAccBytes : strips * strip_bytes_));
+    const Scratch a(static_cast<size_t>((keep_copies_ ? chunk_blocks * plan_.k_blocks : 1) * kBlockBytes));
+    const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
+    const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * PanelOutput::kColumnBytes : 0));
+    if (finishes_panels_) panel_output_.begin(w_.n, panels, rows.size() * plan_.block_rows, columns.as<float>());
+    acc_ = acc.as<uint8_t>();
+    a_ = a.as<uint8_t>();
+    row_sums_ = row_sums.as<int32_t>();
+    for (int64_t row = rows.begin; row < rows.end; row += chunk_blocks) {
+      rows_ = {row, minimum(row + chunk_blocks, rows.end)};
+      weight_lines_ = lines_ahead<Block>(rows_.size());
+      copied_ = false;
+      for (int64_t panel = panels.begin; panel < panels.end; panel += chunk_panels) {
+        panels_ = {panel, minimum(panel + chunk_panels, panels.end)};
+        panel_chunk();
+        copied_ = keep_copies_;
+      }
+      background_.finish_epilogue();  // before row sums and the copy of A are overwritten
+    }
+    panel_output_.finish();
+  }
+
+ private:
+  // A k block of a row block.
+  struct Place {
+    int64_t rb, kb;
+  };
+
+  static bool can_finish(const GemmCall& call) {
+    if constexpr (Block::kFinishes) {
+      const PackedWeight& w = call.weight;
+      return w.k_tiles > 0 && !w.gated && call.epilogue.out_dtype == Block::kFinishedDType && is_simple(call.epilogue);
+    }
+    return false;
+  }
+
+  static bool can_finish_panels(const GemmCall& call, const GemmPlan<Block>& plan) {
+    if constexpr (kFinishesPanels) {
+      const PackedWeight& w = call.weight;
+      const Epilogue& e = call.epilogue;
+      return w.k_tiles > 0 && !w.gated && plan.k_blocks == 1 && e.out_dtype == DType::bf16 && is_simple(e);
+    }
+    return false;
+  }
+
+  void panel_chunk() {
+    Place place{rows_.begin, 0};
+    if (!copied_) defer_copy(place);
+    if (finishes_ && (columns_.bias == nullptr || columns_.panel != panels_.begin)) {
+      columns_ = strips_.next(call_.epilogue, w_, panels_, nullptr);
+    }
+    bool more = true;
+    while (more) {
+      Place next = place;
+      more = advance(&next);
+      if (!copied_) {
+        background_.finish_copy();
+        if (more) defer_copy(next);
+      }
+      // The former chunk's last sums may wait in a strip that is about to be used again.
+      if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) background_.finish_epilogue();
+      const bool last = place.kb + 1 == plan_.k_blocks;
+      for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+        step(place, panel);
+        if (Block::kBackground && last && !finishes_panels_) finish_sums(place.rb, {panel, panel + 1});
+      }
+      if (!Block::kBackground && last && !finishes_) finish_sums(place.rb, panels_);
+      if (last && !by_panels()) turn_ ^= 1;
+      place = next;
+    }
+  }
+
+  // The next k block of the pass, or the next row block's first, or the next pass's; false at the end.
+  bool advance(Place* place) const {
+    // A division costs as much as a short product.
+    const int64_t pass = pass_k_blocks_ == plan_.k_blocks ? 0 : place->kb / pass_k_blocks_ * pass_k_blocks_;
+    if (++place->kb < minimum(pass + pass_k_blocks_, plan_.k_blocks)) return true;
+    if (++place->rb < rows_.end) {
+      place->kb = pass;
+      return true;
+    }
+    place->rb = rows_.begin;
+    return place->kb < plan_.k_blocks;
+  }
+
+  // Where tiles can be read from A itself, with no copy.
+  EvenRows rows_in_place() const {
+    if constexpr (Block::kBackground && std::is_same_v<View, Merged>) {
+      const bool as_is = Block::kIsInt ? w_.zero_point == nullptr : view_.dtype() == DType::bf16;
+      if (as_is && w_.k > 0 && w_.k % Block::kTileK == 0) {
+        const EvenRows rows = view_.even_rows(call_.m);
+        // Tile rows that lie across two cache lines take twice the loads.
+        if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
+      }
+    } else if constexpr (Block::kFinishes && std::is_same_v<View, Merged>) {
+      // Longer rows than those of a k block would not stay in L1 for the next panel.
+      const bool as_is = std::is_same_v<typename Block::Round, float> && view_.dtype() == DType::f32;
+      if (as_is && plan_.k_blocks == 1) return view_.even_rows(call_.m);
+    }
+    return {};
+  }
+  // Of a row block: a tile reads all of its rows.
+  bool in_place(int64_t rb) const {
+    return in_place_.step != 0 && (!Block::kBackground || plan_.rows_of(rb, call_.m) % kTileRows == 0);
+  }
+
+  void defer_copy(Place place) {
+    if (in_place(place.rb)) return;
+    const int64_t rows = plan_.rows_of(place.rb, call_.m);
+    const int64_t k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
+    BlockCopier<Block, View> copier;
+    copier.source = view_.rows(place.rb * plan_.block_rows, k0);
+    copier.to = reinterpret_cast<A*>(a_copy(place));
+    copier.row_sums = w_.zero_point != nullptr ? row_sums_ + (place.rb - rows_.begin) * Block::kRows : nullptr;
+    copier.first_k = place.kb == 0;
+    copier.rows = rows;
+    copier.padded = plan_.tiles_of(place.kb, w_.k_tiles) * Block::kTileK;
+    copier.count = minimum(w_.k - k0, copier.padded);
+    background_.defer_copy(copier, Block::kEvenRows ? rows : round_up(rows, kTileRows),
+                           panels_.size() * plan_.k_block_tiles);
+  }
+
+  uint8_t* a_copy(Place place) const {
+    return keep_copies_ ? a_ + (place.kb * rows_.size() + place.rb - rows_.begin) * kBlockBytes : a_;
+  }
+
+  const uint8_t* weights(int64_t panel, int64_t kb) const {
+    return w_.panel_data + panel * w_.panel_bytes + kb * plan_.k_block_tiles * 2 * kTileBytes;
+  }
+
+  // Whether a panel's sums go to the epilogue on their own, while the next panel's are computed in other 4 KB: they never
+  // leave L1. Otherwise those of all panels of a chunk wait for the next k block.
+  bool by_panels() const { return Block::kBackground && pass_k_blocks_ == plan_.k_blocks; }
+
+  uint8_t* sums(int64_t rb, int64_t panel) const {
+    return by_panels() ? acc_ + turn_ * kAccBytes : strip(rb) + (panel - panels_.begin) * kAccBytes;
+  }
+
+  // Whether two strips in turns are enough. A chunk of one row block would meet its own last strip otherwise.
+  bool takes_turns() const { return pass_k_blocks_ == plan_.k_blocks || rows_.size() == 1; }
+  uint8_t* strip(int64_t rb) const { return acc_ + (takes_turns() ? turn_ : rb - rows_.begin) * strip_bytes_; }
+
+  void step(Place place, int64_t panel) {
+    BlockCall block;
+    if (in_place(place.rb)) {
+      block.a = in_place_.data + place.rb * plan_.block_rows * in_place_.step + place.kb * plan_.k_block_tiles * 64;
+      block.a_stride = in_place_.step;
+    } else {
+      block.a = a_copy(place);
+    }
+    block.b = weights(panel, place.kb);
+    block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
+    block.acc = sums(place.rb, panel);
+    block.accumulate = place.kb > 0;
+    background_.prefetches.clear();
+    if (block.k_tiles > 0) {
+      if (fetches_ahead_) {
+        prefetch_weights(place, panel, &block);
+        if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
+      }
+      if (!Block::kBackground && panel == panels_.begin && in_place_.step != 0) prefetch_in_place(place.rb + 1);
+      if (place.kb + 1 == plan_.k_blocks) {
+        const int64_t column = panel * (w_.gated ? kTileColumns : kPanelColumns);
+        background_.prefetches.add_other(call_.epilogue, place.rb * plan_.block_rows, plan_.rows_of(place.rb, call_.m),
+                                         column, block.k_tiles);
+      }
+    }
+    const int64_t rows = plan_.rows_of(place.rb, call_.m);
+    if constexpr (Block::kBackground) {
+      background_.begin_block();
+      if constexpr (kFinishesPanels) {
+        if (finishes_panels_) return run_and_finish(rows, block, place.rb, panel);
+      }
+      Block::run(rows, block, background_);
+    } else {
+      using Out = typename Block::Round;
+      Finish<Out> finish;
+      if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
+        block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
+        if (finishes_) {
+          const int64_t row = place.rb * plan_.block_rows;
+          finish = finish_of<Out>(call_.epilogue, columns_, row, row - out_row_offset_,
+                                  (panel - panels_.begin) * kPanelColumns);
+          block.finish = &finish;
+        }
+      }
+      Block::run(rows, block, background_.prefetches);
+    }
+  }
+
+  // A panel's products and, between them, the output of the panel before.
+  void run_and_finish(int64_t rows, const BlockCall& block, int64_t rb, int64_t panel) {
+    PanelOutput::Between<Background<BlockCopier<Block, View>>> between{panel_output_.before(block.k_tiles),
+                                                                       background_};
+    Block::run(rows, block, between);
+    between.finish.rest();
+    // The one whose lines are fetched meanwhile.
+    int64_t ahead = panel - panels_.begin + PanelOutput::kPanelsAhead, ahead_rb = rb;
+    for (; ahead >= panels_.size(); ahead -= panels_.size()) ++ahead_rb;
+    const Bf16* next =
+        ahead_rb < rows_.end ? panel_output_.place(ahead_rb * plan_.block_rows, panels_.begin + ahead) : nullptr;
+    panel_output_.defer(static_cast<const float*>(block.acc), rb * plan_.block_rows, rows, panel, next);
+    turn_ ^= 1;
+  }
+
+  // A row block that no copy would bring in before its products.
+  void prefetch_in_place(int64_t rb) {
+    const int64_t row = rb * plan_.block_rows, rows = minimum(plan_.block_rows, call_.m - row);
+    if (rows > 0) background_.prefetches.add({in_place_.data + row * in_place_.step, 64, in_place_.step, rows});
+  }
+
+  // Hands the finished sums of a row block, of these panels, to the epilogue.
+  void finish_sums(int64_t rb, Range panels) {
+    EpilogueStrip done = strips_.next(call_.epilogue, w_, panels, sums(rb, panels.begin));
+    done.row_sums = row_sums_ + (rb - rows_.begin) * Block::kRows;
+    done.a_offset = Block::kOffset;
+    background_.defer_epilogue(&call_, done, plan_.rows_of(rb, call_.m), pass_k_blocks_ * plan_.k_block_tiles,
+                               {rb * plan_.block_rows});
+    if constexpr (!Block::kBackground) background_.finish_epilogue();
+    if (by_panels()) turn_ ^= 1;
+  }
+
+  // The weights wanted after these, each row block its share: the panel's next k block and after the last the next
+  // chunk's first, or, where a row block goes through all k blocks of a chunk, the same k block of the next chunk.
+  void prefetch_weights(Place place, int64_t panel, BlockCall* block) {
+    const int64_t slice = block->k_tiles * 2 * kTileBytes;
+    if (Block::kBackground && rows_.size() > 1 && panels_.begin == part_.begin && panels_.end == part_.end) {
+      // No other chunk: what the first row block reads next.
+      if (place.rb > first_row_block_ || plan_.k_blocks > 1 || panel + 1 == part_.end) return;
+      block->ahead = weights(panel + 1, 0);
+      block->ahead_lines = 2 * kTileBytes / 64;
+      return;
+    }
+    const bool one_block = rows_.size() == 1 && panels_.size() == 1;
+    const bool k_by_k = pass_k_blocks_ < plan_.k_blocks || one_block;
+    const uint8_t* from = block->b + slice;
+    if (!k_by_k || place.kb + 1 == plan_.k_blocks) {
+      const int64_t next_panel = panel + panels_.size();
+      if (next_panel >= part_.end) return;
+      from = weights(next_panel, k_by_k ? 0 : place.kb);
+    }
+    const int64_t lines = weight_lines_;
+    const int64_t offset = (place.rb - rows_.begin) * lines * 64 * block->k_tiles;
+    if (offset >= slice) return;
+    if constexpr (Block::kBackground) {
+      block->ahead = from + offset;
+      block->ahead_lines = lines;
+    } else {
+      background_.prefetches.add({from + offset, lines * 64, 64, lines});
+    }
+  }
+
+  // Rows of the block after the one whose copy is under way, a share for each panel; a k step of them is a line or two.
+  void prefetch_a(Place place, int64_t panel) {
+    if (!advance(&place) || (Block::kBackground && !advance(&place))) return;
+    const Range rows = share(plan_.rows_of(place.rb, call_.m), panels_.size(), panel - panels_.begin);
+    if (rows.size() == 0) return;
+    const Prefetch prefetch =
+        view_.prefetch(place.rb * plan_.block_rows + rows.begin, place.kb * plan_.k_block_tiles * Block::kTileK,
+                       rows.size(), Block::kTileK);
+    if (prefetch.count > 0) background_.prefetches.add(prefetch);
+  }
+
+  const GemmCall& call_;
+  const PackedWeight& w_;
+  const GemmPlan<Block>& plan_;
+  const View view_;
+  Background<BlockCopier<Block, View>> background_;
+
+  const EvenRows in_place_ = rows_in_place();
+  uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes]
+  uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
+  int32_t* row_sums_ = nullptr;
+  int64_t strip_bytes_ = 0, turn_ = 0;
+  Strips<Block> strips_;
+  EpilogueStrip columns_{};  // of the chunk, where blocks finish their sums
+  const int64_t out_row_offset_;
+  const bool finishes_;         // sums become output in the block's registers
+  const bool finishes_panels_;  // or a panel at a time, by themselves
+  PanelOutput panel_output_;
+  int64_t weight_lines_ = 0;  // to fetch for each step along k: a row block's share of the two tiles
+  int64_t first_row_block_ = 0, pass_k_blocks_ = 1;
+  Range part_{};             // all panels
+  Range rows_{}, panels_{};  // the chunk
+  bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
+  bool copied_ = false;  // the chunk's copy of A is complete
+};
+
+}  // namespace xopt::XOPT_ISA
