@@ -14,6 +14,7 @@
 #include "kernels/column_values.h"
 #include "kernels/conv_loop.h"
 #include "kernels/gemm_background.h"
+#include "kernels/panel_output.h"
 #include "tiles/block_amx.h"
 #include "tiles/raster.h"
 
@@ -69,11 +70,19 @@ struct RasterPlan {
 // A thread's part of a product.
 template <class Block>
 class RasterThread {
+  using Output = PanelOutput<Raster::Outputs>;
   static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
+  static constexpr bool kFinishesPanels = std::is_same_v<typename Block::Round, Bf16>;
 
  public:
   RasterThread(const GemmCall& call, const Raster& raster, const RasterPlan<Block>& plan, EpilogueFn* epilogue)
-      : call_(call), w_(call.weight), raster_(raster), plan_(plan), background_(epilogue) {}
+      : call_(call),
+        w_(call.weight),
+        raster_(raster),
+        plan_(plan),
+        background_(epilogue),
+        finishes_panels_(kFinishesPanels && Output::does(call)),
+        output_(call) {}
 
   void compute(Range blocks, Range panels) {
     const typename Block::Scope scope;
@@ -87,6 +96,8 @@ class RasterThread {
     const Scratch planes(static_cast<size_t>(positions * raster_.position_bytes()));
     const Scratch acc(static_cast<size_t>((plan_.k_blocks > 1 ? chunk_blocks * plan_.chunk_panels : 2) * kAccBytes));
     const Scratch offsets(static_cast<size_t>(w_.k_tiles) * sizeof(int64_t));
+    const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
+    if (finishes_panels_) output_.begin(panels, columns.as<float>());
     planes_ = planes.as<uint8_t>();
     acc_ = acc.as<uint8_t>();
     offsets_ = offsets.as<int64_t>();
@@ -98,7 +109,7 @@ class RasterThread {
         panel_chunk({panel, minimum(panel + plan_.chunk_panels, panels.end)}, panels.end);
       }
     }
-    background_.finish_epilogue();
+    finish_epilogue();
   }
 
  private:
@@ -133,7 +144,7 @@ class RasterThread {
   }
 
   void panel_chunk(Range panels, int64_t last_panel) {
-    if (plan_.k_blocks > 1) background_.finish_epilogue();  // of sums that are about to be overwritten
+    if (plan_.k_blocks > 1) finish_epilogue();  // of sums that are about to be overwritten
     for (int64_t k_block = 0; k_block < plan_.k_blocks; ++k_block) {
       for (int64_t block = blocks_.begin; block < blocks_.end; ++block) row_block(block, k_block, panels, last_panel);
     }
@@ -158,10 +169,22 @@ class RasterThread {
       if (last && call.k_tiles > 0) {
         background_.prefetches.add_other(call_.epilogue, outputs.row(), rows(at), panel * kPanelColumns, call.k_tiles);
       }
-      background_.begin_block();
-      Block::run(rows(at), call, background_);
+      run_block(rows(at), call);
       if (last) finish_sums(outputs, rows(at), panel, call);
     }
+  }
+
+  void run_block(int64_t rows, const BlockCall& call) {
+    background_.begin_block();
+    if constexpr (kFinishesPanels) {
+      if (finishes_panels_) {
+        auto between = output_.between(background_, call.k_tiles);
+        Block::run(rows, call, between);
+        between.finish.rest();
+        return;
+      }
+    }
+    Block::run(rows, call, background_);
   }
 
   const uint8_t* weights(int64_t panel, int64_t k_tile) const {
@@ -182,9 +205,16 @@ class RasterThread {
   }
 
   void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel, const BlockCall& call) {
+    turn_ ^= 1;
+    if constexpr (kFinishesPanels) {
+      if (finishes_panels_) return output_.defer(static_cast<const float*>(call.acc), outputs, rows, panel);
+    }
     const EpilogueStrip done = strips_.next(call_.epilogue, w_, {panel, panel + 1}, call.acc);
     background_.defer_epilogue(&call_, done, rows, call.k_tiles, outputs);
-    turn_ ^= 1;
+  }
+  void finish_epilogue() {
+    background_.finish_epilogue();
+    if constexpr (kFinishesPanels) output_.finish();
   }
 
   const GemmCall& call_;
@@ -192,6 +222,8 @@ class RasterThread {
   const Raster& raster_;
   const RasterPlan<Block>& plan_;
   Background<NothingToCopy, Raster::Outputs> background_;
+  const bool finishes_panels_;  // a panel at a time, by themselves
+  Output output_;
 
   uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: sums of the chunk, or of two blocks in turns
   const int64_t* offsets_ = nullptr;

@@ -6,51 +6,65 @@
 #pragma once
 
 #include "kernels/column_values.h"
+#include "kernels/gemm_background.h"
 #include "kernels/simple_epilogue.h"
-#include "runtime/cpu.h"
 
 namespace xopt::XOPT_ISA {
 
-// Rows of one panel.
+// Rows of one panel. Outputs: which rows of the product they are (gemm_background.h).
+template <class Outputs>
 class PanelFinish {
+  static constexpr bool kInOrder = std::is_same_v<Outputs, RowsInOrder>;
+  // Done at once where rows have to be found: that costs as much as some of them do.
+  static constexpr int64_t kLeastRows = kInOrder ? 1 : 8;
+
  public:
   PanelFinish() = default;
-  // `finish`: with scales, of the panel's first column and of the row of the first sums. `ahead`: the output of a panel to
-  // come, of as many rows, which is fetched for writing meanwhile, or nullptr.
-  PanelFinish(const float* sums, const Finish<Bf16>& finish, int64_t rows, const Bf16* ahead)
-      : sums_(sums), finish_(finish), ahead_(ahead), left_(rows) {}
+  // `finish`: with scales, of the panel's first column and the product's row 0. `ahead`: the output of a panel to come, of
+  // as many rows, which is fetched for writing meanwhile, or nullptr.
+  PanelFinish(const float* sums, const Finish<Bf16>& finish, const Outputs& outputs, int64_t rows, const Bf16* ahead)
+      : sums_(sums), finish_(finish), outputs_(outputs), rows_(rows), ahead_(ahead) {}
 
   // All rows are done after so many steps.
-  void spread_over(int64_t steps) { at_once_ = ceil_div(left_, maximum<int64_t>(1, steps)); }
+  void spread_over(int64_t steps) { at_once_ = maximum(kLeastRows, ceil_div(rows_, maximum<int64_t>(1, steps))); }
   XOPT_INLINE void step() {
-    if (left_ > 0) some_rows(minimum(at_once_, left_));
+    if (next_ < rows_) some_rows(minimum(next_ + at_once_, rows_));
   }
   void rest() {
-    if (left_ > 0) some_rows(left_);
+    if (next_ < rows_) some_rows(rows_);
   }
 
  private:
   static constexpr int64_t kVectors = kPanelColumns / kWidth;
 
-  XOPT_INLINE void some_rows(int64_t rows) {
-    left_ -= rows;
-    if (finish_.columns < kPanelColumns) return few_columns(rows);
-    if (finish_.other == nullptr) return all_columns<false, false>(rows);
-    if (finish_.clamp_last) return all_columns<true, true>(rows);
-    all_columns<true, false>(rows);
+  XOPT_INLINE void some_rows(int64_t end) {
+    if constexpr (kInOrder) {
+      run(outputs_.row + next_, next_, end);  // in the block's own loop
+    } else {
+      outputs_.each(next_, end, [this](int64_t row, int64_t first, int64_t last) { run(row, first, last); });
+    }
+    next_ = end;
   }
 
-  // Places in registers: as members they would be written and read again for each row.
+  // Rows of the panel that follow each other in the product from `row` on.
+  XOPT_INLINE void run(int64_t row, int64_t first, int64_t last) {
+    if (finish_.columns < kPanelColumns) return few_columns(row, first, last);
+    if (finish_.other == nullptr) return all_columns<false, false>(row, first, last);
+    if (finish_.clamp_last) return all_columns<true, true>(row, first, last);
+    all_columns<true, false>(row, first, last);
+  }
+
   template <bool Adds, bool ClampLast>
-  XOPT_INLINE void all_columns(int64_t rows) {
-    const Finish<Bf16> f = finish_;
+  XOPT_INLINE void all_columns(int64_t row, int64_t first, int64_t last) {
+    const Finish<Bf16> f = finish_;  // in registers: as members, places would be written and read again for each row
     F bias[kVectors], scale[kVectors];
     load_columns(bias, scale);
     const F low = set1(f.low), high = set1(f.high);
-    const float* sums = sums_;
-    Bf16* out = f.out;
-    const Bf16 *other = f.other, *ahead = ahead_;
-    for (int64_t row = 0; row < rows; ++row, sums += kPanelColumns, out += f.out_stride, other += f.other_stride) {
+    const float* sums = sums_ + first * kPanelColumns;
+    Bf16* out = f.out + row * f.out_stride;
+    const Bf16* other = Adds ? f.other + row * f.other_stride : nullptr;
+    const Bf16* ahead = ahead_ != nullptr ? ahead_ + first * f.out_stride : nullptr;
+    for (int64_t i = first; i < last; ++i, sums += kPanelColumns, out += f.out_stride) {
       if (ahead != nullptr) {
         asm volatile("prefetchw %0" : : "m"(*ahead));  // GCC's own only where told that the CPU has it
         ahead += f.out_stride;
@@ -65,31 +79,26 @@ class PanelFinish {
       }
 #pragma GCC unroll 4
       for (int64_t v = 0; v < kVectors; v += 2) store_two(out + v * kWidth, x[v], x[v + 1]);
+      if constexpr (Adds) other += f.other_stride;
     }
-    sums_ = sums;
-    finish_.out = out;
-    finish_.other = other;
-    ahead_ = ahead;
   }
 
-  [[gnu::noinline]] void few_columns(int64_t rows) {
+  [[gnu::noinline]] void few_columns(int64_t row, int64_t first, int64_t last) const {
     const Finish<Bf16>& f = finish_;
     F bias[kVectors], scale[kVectors];
     load_columns(bias, scale);
     const F low = set1(f.low), high = set1(f.high);
-    for (int64_t row = 0; row < rows; ++row, sums_ += kPanelColumns) {
+    const bool adds = f.other != nullptr;
+    for (int64_t i = first; i < last; ++i, ++row) {
       for (int64_t v = 0; v * kWidth < f.columns; ++v) {
         const int64_t count = minimum<int64_t>(kWidth, f.columns - v * kWidth);
-        F x = fma(load(sums_ + v * kWidth), scale[v], bias[v]);
-        const bool adds = f.other != nullptr;
-        const F other = adds ? load_first(f.other + v * kWidth, count) : set1(0.0F);
+        F x = fma(load(sums_ + i * kPanelColumns + v * kWidth), scale[v], bias[v]);
+        const F other = adds ? load_first(f.other + row * f.other_stride + v * kWidth, count) : set1(0.0F);
         if (adds && f.clamp_last) x = add(x, other);
         x = min(high, max(low, x));
         if (adds && !f.clamp_last) x = add(x, other);
-        store_first(f.out + v * kWidth, x, count);
+        store_first(f.out + row * f.out_stride + v * kWidth, x, count);
       }
-      finish_.out += f.out_stride;
-      finish_.other += f.other_stride;  // 0 where there is none
     }
   }
 
@@ -103,77 +112,82 @@ class PanelFinish {
 
   const float* sums_ = nullptr;
   Finish<Bf16> finish_;
+  Outputs outputs_{};
+  int64_t next_ = 0, rows_ = 0, at_once_ = 0;
   const Bf16* ahead_ = nullptr;
-  int64_t left_ = 0, at_once_ = 0;
 };
 
 // The panels of a thread's part, one after the other.
+template <class Outputs = RowsInOrder>
 class PanelOutput {
  public:
   static constexpr int64_t kColumnBytes = 2 * kPanelColumns * 4;  // a panel's bias and scale
   // From the panel that is finished to the one whose output lines are fetched.
   static constexpr int64_t kPanelsAhead = 4;
 
-  PanelOutput(const Epilogue& epilogue, int64_t out_row_offset) : e_(epilogue), out_row_offset_(out_row_offset) {}
+  // `out_row_offset`: the output row that row 0 of epilogue.out is.
+  explicit PanelOutput(const GemmCall& call, int64_t out_row_offset = 0)
+      : e_(call.epilogue), out_row_offset_(out_row_offset), n_(call.weight.n) {}
 
-  // Of some of n columns' panels and so many rows. `columns`: kColumnBytes for each panel, which must outlive the part.
-  void begin(int64_t n, Range panels, int64_t rows, float* columns) {
-    n_ = n;
+  // Whether sums that are complete become output so.
+  static bool does(const GemmCall& call) {
+    const PackedWeight& w = call.weight;
+    return w.k_tiles > 0 && !w.gated && call.epilogue.out_dtype == DType::bf16 && is_simple(call.epilogue);
+  }
+
+  // Of these panels. `columns`: kColumnBytes for each, which must outlive the part.
+  void begin(Range panels, float* columns) {
     first_panel_ = panels.begin;
     columns_ = columns;
     for (int64_t panel = panels.begin; panel < panels.end; ++panel, columns += 2 * kPanelColumns) {
-      ColumnValues::spread(e_.bias, n, panel * kPanelColumns, kPanelColumns, columns, 0.0F);
-      ColumnValues::spread(e_.scale, n, panel * kPanelColumns, kPanelColumns, columns + kPanelColumns, 1.0F);
+      ColumnValues::spread(e_.bias, n_, panel * kPanelColumns, kPanelColumns, columns, 0.0F);
+      ColumnValues::spread(e_.scale, n_, panel * kPanelColumns, kPanelColumns, columns + kPanelColumns, 1.0F);
     }
-    // Outputs that leave L2 have to come back to be written: 16 x 56 x 56 x 256 gained a fifth. What stays in L2 gains
-    // nothing, and short sums lose a tenth.
-    fetches_ = rows * panels.size() * kPanelColumns * 2 > l2_bytes();
   }
 
   Bf16* place(int64_t row, int64_t panel) const {
     return static_cast<Bf16*>(e_.out) + (row - out_row_offset_) * e_.out_row_stride + panel * kPanelColumns;
   }
 
-  // The panel before, to be done within so many steps.
-  PanelFinish before(int64_t steps) const {
-    PanelFinish finish = before_;
-    finish.spread_over(steps);
-    return finish;
-  }
-  // A panel whose sums are complete, and stay untouched until the next one's are. `ahead`: the output of one to come, of as
-  // many rows, or nullptr.
-  void defer(const float* sums, int64_t row, int64_t rows, int64_t panel, const Bf16* ahead) {
-    EpilogueStrip strip{};
-    strip.bias = columns_ + (panel - first_panel_) * 2 * kPanelColumns;
-    strip.scale = strip.bias + kPanelColumns;
-    strip.column = panel * kPanelColumns;
-    strip.columns = minimum(kPanelColumns, n_ - strip.column);
-    const auto finish = finish_of<Bf16>(e_, strip, row, row - out_row_offset_, 0);
-    before_ = PanelFinish(sums, finish, rows, fetches_ ? ahead : nullptr);
-  }
-  void finish() {
-    before_.rest();
-    before_ = {};
-  }
-
-  // What a block does between its products: this, and a copy.
+  // What a block does between its products: the panel before, and a copy.
   template <class Background>
   struct Between {
-    PanelFinish finish;
+    PanelFinish<Outputs> finish;
     Background& background;
     XOPT_INLINE void step() {
       finish.step();
       background.step();
     }
   };
+  // For a block of so many steps, which then finishes the panel before.
+  template <class Background>
+  Between<Background> between(Background& background, int64_t steps) {
+    Between<Background> between{before_, background};
+    between.finish.spread_over(steps);
+    before_ = {};
+    return between;
+  }
+  // A panel whose sums are complete, and stay untouched until the next one's are. `ahead`: the output of one to come, of as
+  // many rows, if it is to be fetched, or nullptr.
+  void defer(const float* sums, const Outputs& outputs, int64_t rows, int64_t panel, const Bf16* ahead = nullptr) {
+    EpilogueStrip strip{};
+    strip.bias = columns_ + (panel - first_panel_) * 2 * kPanelColumns;
+    strip.scale = strip.bias + kPanelColumns;
+    strip.column = panel * kPanelColumns;
+    strip.columns = minimum(kPanelColumns, n_ - strip.column);
+    before_ = {sums, finish_of<Bf16>(e_, strip, 0, -out_row_offset_, 0), outputs, rows, ahead};
+  }
+  void finish() {
+    before_.rest();
+    before_ = {};
+  }
 
  private:
   const Epilogue& e_;
-  const int64_t out_row_offset_;
-  PanelFinish before_;
-  int64_t n_ = 0, first_panel_ = 0;
+  const int64_t out_row_offset_, n_;
+  PanelFinish<Outputs> before_;
+  int64_t first_panel_ = 0;
   const float* columns_ = nullptr;
-  bool fetches_ = false;
 };
 
 }  // namespace xopt::XOPT_ISA
