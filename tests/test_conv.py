@@ -246,12 +246,14 @@ def test_no_input_channels(dtype: torch.dtype) -> None:
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     x, weight, deep = last(torch.randn(3, 40, 17, 19)), torch.randn(70, 20, 3, 3), torch.randn(40, 1, 3, 3)
+    # Channels in several chunks, which threads share by lines or by chunks.
+    wide, many = last(torch.randn(3, 700, 32, 9)).bfloat16(), torch.randn(700, 1, 3, 3).bfloat16()
     before = torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append([conv(x, weight, groups=2), conv(x, deep, groups=40)])
+            results.append([conv(x, weight, groups=2), conv(x, deep, groups=40), conv(wide, many, groups=700)])
     finally:
         torch.set_num_threads(before)
     for result in results[1:]:

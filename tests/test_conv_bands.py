@@ -134,7 +134,7 @@ def test_an_inverted_residual_that_leaves_l2_is_done_in_bands(images: int) -> No
 def test_a_bottleneck_that_adds_its_input_is_done_in_bands() -> None:
     """What is between is small beside input and output, but the input is read twice."""
     torch.manual_seed(0)
-    height = max(24, 2 * torch.get_num_threads() * L2_BYTES // (32 * 32 * 4))
+    height = max(24, torch.get_num_threads() * L2_BYTES // (32 * 32 * 4))  # what is between is twice what L2 holds
     for own_input in (True, False):
         calls = Calls(image(1, 128, height, 32))
         added = Given(0) if own_input else calls.given(image(1, 128, height, 32))

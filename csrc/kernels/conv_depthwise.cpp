@@ -332,8 +332,9 @@ void depthwise_of(const ConvCall& call) {
   const int64_t threads = minimum(most, call.tuning.grid_rows > 0 ? call.tuning.grid_rows : wanted);
   // Where lines come out even, threads take all chunks of some lines: so do the layers before and behind with their rows,
   // and a thread finds what it reads in its own L2 (96 channels of 56 x 56 under 7 x 7 on two cores: 1.2 times as fast).
-  const int64_t items = call.images * lines;
-  const bool by_lines = ceil_div(items, threads) * threads * 8 <= items * 9;
+  // Of few lines, each would copy most of its input lines for itself.
+  const int64_t items = call.images * lines, most_lines = ceil_div(items, threads);
+  const bool by_lines = most_lines * threads * 8 <= items * 9 && most_lines >= 2 * v.kernel[1];
   parallel(static_cast<int>(threads), [&](int thread, int count) {
     DepthwiseThread<In, Round, Value> part(call, gemm, epilogue, plan);
     const Range mine = share(by_lines ? items : parts, count, thread);

@@ -1,4 +1,4 @@
-// The loops of a convolution: those of gemm_loop.h, with the view of patches, for each product of the groups.
+// The loops of a convolution: those of gemm_thread.h, with the view of patches, for each product of the groups.
 #pragma once
 
 #include "kernels/conv.h"

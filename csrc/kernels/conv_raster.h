@@ -81,7 +81,7 @@ class RasterThread {
         raster_(raster),
         plan_(plan),
         background_(epilogue),
-        finishes_panels_(kFinishesPanels && Output::does(call)),
+        finishes_panels_(kFinishesPanels && finishes_simply(call, DType::bf16)),
         output_(call) {}
 
   void compute(Range blocks, Range panels) {

@@ -41,7 +41,6 @@ struct GemmPlan {
     panel_by_panel = !Block::kBackground && w.k_tiles * Block::kTileK <= kShortSums && call.tuning.chunk_panels == 0;
     max_threads = xopt::max_threads();
     choose_grid(w.panels);
-    if (Block::kBackground && k_blocks == 1) take_whole_rows(ceil_div(w.panels, grid_panels));
     apply(call.tuning, w.panels);
   }
 
@@ -103,6 +102,7 @@ struct GemmPlan {
     const int64_t l2 = l2_bytes(), slice = k_block_tiles * 2 * kTileBytes;
     if (panels <= chunk_panels || panels * slice > l2 / 2) return;
     chunk_panels = panels;
+    // Of a chunk's row blocks the first is copied before its products, and not between those of another.
     chunk_blocks = maximum<int64_t>(4, l2 / 8 / (Block::kRows * k_block_tiles * (kTileBytes / kTileRows)));
   }
 
@@ -123,15 +123,19 @@ struct GemmPlan {
   }
 
   void apply(const Tuning& tuning, int64_t panels) {
-    if (tuning.chunk_panels > 0) chunk_panels = minimum<int64_t>(tuning.chunk_panels, kMostStripPanels);
+    if (tuning.grid_rows > 0) {
+      grid_rows = minimum(minimum<int64_t>(tuning.grid_rows, max_threads), row_blocks);
+      grid_panels = minimum(max_threads / grid_rows, panels);
+    }
+    if (tuning.chunk_panels > 0) {
+      chunk_panels = minimum<int64_t>(tuning.chunk_panels, kMostStripPanels);
+    } else if (Block::kBackground && k_blocks == 1) {
+      take_whole_rows(ceil_div(panels, grid_panels));
+    }
     if (tuning.chunk_rows == TunedRows::half) chunk_blocks = maximum<int64_t>(1, chunk_blocks / 2);
     if (tuning.chunk_rows == TunedRows::twice) chunk_blocks *= 2;
     if (tuning.weights_stay != TunedStay::automatic) {
       most_resident = tuning.weights_stay == TunedStay::always ? INT64_MAX : 0;
-    }
-    if (tuning.grid_rows > 0) {
-      grid_rows = minimum(minimum<int64_t>(tuning.grid_rows, max_threads), row_blocks);
-      grid_panels = minimum(max_threads / grid_rows, panels);
     }
   }
 };

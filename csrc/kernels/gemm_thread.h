@@ -12,8 +12,9 @@
 // Tiles are read from A itself where its rows are what a copy would be: bf16 or int8, whole tiles, at whole cache lines.
 // So are floats on AVX2, where all of K is one k block. Blocks on the vector ports finish a row block's strip of sums, all
 // panels of the chunk, after its last k block; on AVX2 a block does simple epilogues itself, in its registers. With
-// AMX each panel's sums go to the epilogue on their own, between the products of the next panel, and the weights of the
-// next chunk are fetched into L2 meanwhile, spread evenly over the k steps. (Vector blocks fetch none where many row
+// AMX each panel's sums go to the epilogue on their own, between the products of the next panel (simple ones by
+// panel_output.h), and the weights of the next chunk are fetched into L2 meanwhile, spread evenly over the k steps; where
+// all panels are one chunk, the next panel's while the first row block passes. (Vector blocks fetch none where many row
 // blocks share them: prefetches in their loops cost more than the first row block's misses.)
 // A call with one row block goes panel by panel, so that weights stream in their order in memory.
 #pragma once
@@ -65,7 +66,7 @@ class GemmThread {
         out_row_offset_(out_row_offset),
         finishes_(can_finish(call)),
         finishes_panels_(can_finish_panels(call, plan)),
-        panel_output_(call, out_row_offset) {}
+        panel_output_(call) {}
 
   void compute(Range rows, Range panels) {
     [[maybe_unused]] const typename Block::Scope scope;
@@ -106,7 +107,7 @@ class GemmThread {
       }
       background_.finish_epilogue();  // before row sums and the copy of A are overwritten
     }
-    panel_output_.finish();
+    if constexpr (kFinishesPanels) panel_output_.finish();
   }
 
  private:
@@ -116,15 +117,11 @@ class GemmThread {
   };
 
   static bool can_finish(const GemmCall& call) {
-    if constexpr (Block::kFinishes) {
-      const PackedWeight& w = call.weight;
-      return w.k_tiles > 0 && !w.gated && call.epilogue.out_dtype == Block::kFinishedDType && is_simple(call.epilogue);
-    }
+    if constexpr (Block::kFinishes) return finishes_simply(call, Block::kFinishedDType);
     return false;
   }
-
   static bool can_finish_panels(const GemmCall& call, const GemmPlan<Block>& plan) {
-    if constexpr (kFinishesPanels) return plan.k_blocks == 1 && PanelOutput<>::does(call);
+    if constexpr (kFinishesPanels) return plan.k_blocks == 1 && finishes_simply(call, DType::bf16);
     return false;
   }
 
@@ -312,9 +309,9 @@ class GemmThread {
   // chunk's first, or, where a row block goes through all k blocks of a chunk, the same k block of the next chunk.
   void prefetch_weights(Place place, int64_t panel, BlockCall* block) {
     const int64_t slice = block->k_tiles * 2 * kTileBytes;
-    if (Block::kBackground && rows_.size() > 1 && panels_.begin == part_.begin && panels_.end == part_.end) {
+    if (Block::kBackground && plan_.k_blocks == 1 && rows_.size() > 1 && panels_.size() == part_.size()) {
       // No other chunk: what the first row block reads next.
-      if (place.rb > first_row_block_ || plan_.k_blocks > 1 || panel + 1 == part_.end) return;
+      if (place.rb > first_row_block_ || panel + 1 == part_.end) return;
       block->ahead = weights(panel + 1, 0);
       block->ahead_lines = 2 * kTileBytes / 64;
       return;

@@ -5,6 +5,8 @@
 // 1024 x 640 x 640 on AMX a tenth of the time.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/column_values.h"
 #include "kernels/gemm_background.h"
 #include "kernels/simple_epilogue.h"
@@ -84,20 +86,14 @@ class PanelFinish {
   }
 
   [[gnu::noinline]] void few_columns(int64_t row, int64_t first, int64_t last) const {
-    const Finish<Bf16>& f = finish_;
-    F bias[kVectors], scale[kVectors];
-    load_columns(bias, scale);
-    const F low = set1(f.low), high = set1(f.high);
-    const bool adds = f.other != nullptr;
-    for (int64_t i = first; i < last; ++i, ++row) {
-      for (int64_t v = 0; v * kWidth < f.columns; ++v) {
-        const int64_t count = minimum<int64_t>(kWidth, f.columns - v * kWidth);
-        F x = fma(load(sums_ + i * kPanelColumns + v * kWidth), scale[v], bias[v]);
-        const F other = adds ? load_first(f.other + row * f.other_stride + v * kWidth, count) : set1(0.0F);
-        if (adds && f.clamp_last) x = add(x, other);
-        x = min(high, max(low, x));
-        if (adds && !f.clamp_last) x = add(x, other);
-        store_first(f.out + row * f.out_stride + v * kWidth, x, count);
+    Finish<Bf16> f = finish_;
+    f.out += row * f.out_stride;
+    f.other += row * f.other_stride;  // 0 where there is none
+    const float* sums = sums_ + first * kPanelColumns;
+    for (int64_t i = first; i < last; ++i, sums += kPanelColumns, f.out += f.out_stride, f.other += f.other_stride) {
+      for (int64_t column = 0; column < f.columns; column += kWidth) {
+        F x[1] = {load(sums + column)};
+        finish_rows(f, column, x);
       }
     }
   }
@@ -125,15 +121,8 @@ class PanelOutput {
   // From the panel that is finished to the one whose output lines are fetched.
   static constexpr int64_t kPanelsAhead = 4;
 
-  // `out_row_offset`: the output row that row 0 of epilogue.out is.
-  explicit PanelOutput(const GemmCall& call, int64_t out_row_offset = 0)
-      : e_(call.epilogue), out_row_offset_(out_row_offset), n_(call.weight.n) {}
-
-  // Whether sums that are complete become output so.
-  static bool does(const GemmCall& call) {
-    const PackedWeight& w = call.weight;
-    return w.k_tiles > 0 && !w.gated && call.epilogue.out_dtype == DType::bf16 && is_simple(call.epilogue);
-  }
+  // Of a call that finishes_simply, in bf16.
+  explicit PanelOutput(const GemmCall& call) : e_(call.epilogue), n_(call.weight.n) {}
 
   // Of these panels. `columns`: kColumnBytes for each, which must outlive the part.
   void begin(Range panels, float* columns) {
@@ -146,7 +135,7 @@ class PanelOutput {
   }
 
   Bf16* place(int64_t row, int64_t panel) const {
-    return static_cast<Bf16*>(e_.out) + (row - out_row_offset_) * e_.out_row_stride + panel * kPanelColumns;
+    return static_cast<Bf16*>(e_.out) + row * e_.out_row_stride + panel * kPanelColumns;
   }
 
   // What a block does between its products: the panel before, and a copy.
@@ -175,7 +164,7 @@ class PanelOutput {
     strip.scale = strip.bias + kPanelColumns;
     strip.column = panel * kPanelColumns;
     strip.columns = minimum(kPanelColumns, n_ - strip.column);
-    before_ = {sums, finish_of<Bf16>(e_, strip, 0, -out_row_offset_, 0), outputs, rows, ahead};
+    before_ = {sums, finish_of<Bf16>(e_, strip, 0, 0, 0), outputs, rows, ahead};
   }
   void finish() {
     before_.rest();
@@ -184,7 +173,7 @@ class PanelOutput {
 
  private:
   const Epilogue& e_;
-  const int64_t out_row_offset_, n_;
+  const int64_t n_;
   PanelFinish<Outputs> before_;
   int64_t first_panel_ = 0;
   const float* columns_ = nullptr;

@@ -49,7 +49,7 @@ const void* at(const void* data, DType dtype, int64_t index) {
 // How threads share the work; a function of the call and of how many of them there are.
 struct Sharing {
   Sharing(const RecurrentCall& call, int threads) {
-    const bool stays = bytes_of(call.direction[0].hidden_weight) <= cpu_features().l2_bytes;
+    const bool stays = bytes_of(call.direction[0].hidden_weight) <= l2_bytes();
     const bool may_split_rows = call.first_row == nullptr && stays;
     const int64_t wanted = (threads + call.directions - 1) / call.directions;
     // Results must not depend on the number of threads.
@@ -92,7 +92,7 @@ class Worker {
         hidden_weight_(direction_.hidden_weight.columns(first_sum(), sums_)),
         input_weight_(direction_.input_weight.columns(first_sum(), sums_)),
         out_(at(call.out, call.out_dtype, direction * call.outputs)) {
-    const bool stays = bytes_of(direction_.input_weight) <= cpu_features().l2_bytes;
+    const bool stays = bytes_of(direction_.input_weight) <= l2_bytes();
     const int64_t input_rows = stays ? kInputRows : kInputRowsOfLargeWeights;
     chunk_steps_ = least(most(1, input_rows / rows.size()), call.steps);
     const int64_t group_bytes = most(kGroupPanels * kPanelColumns * 4 * rows.size(), kGroupBytes);

@@ -15,6 +15,12 @@ inline bool is_simple(const Epilogue& e) {
   return clamps && adds && !rounds && e.positions == nullptr && e.row_scale == nullptr;
 }
 
+// Whether a product's epilogue is, and its output of this dtype.
+inline bool finishes_simply(const GemmCall& call, DType out) {
+  const PackedWeight& w = call.weight;
+  return w.k_tiles > 0 && !w.gated && call.epilogue.out_dtype == out && is_simple(call.epilogue);
+}
+
 // Of an epilogue that is, for rows of the output from `row` on, which are those from `out_row` on of epilogue.out, and the
 // strip's columns from `first` on.
 template <class Out>

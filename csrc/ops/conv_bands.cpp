@@ -72,24 +72,24 @@ class Bands {
   // Whether it pays.
   bool plan() {
     const int64_t l2 = l2_bytes();
-    int64_t between = 0, weights = 0, products = 0, again = 0;
+    int64_t between = 0, weights = 0, products = 0, read_again = 0;
     for (size_t i = 0; i < count_; ++i) {
       if (!has_lines(convs_[i])) return false;
       const ConvCall& call = convs_[i].call;
       weights += call.weight.panels * call.weight.panel_bytes;
       products += images_ * call.input.out[1] * line_products(convs_[i]);
       if (i + 1 < count_) between += output_bytes(convs_[i]);
-      if (adds_input(convs_[i])) again += output_bytes(convs_[i]);
+      if (adds_input(convs_[i])) read_again += output_bytes(convs_[i]);
     }
     // What stays in L2 anyway gains nothing; little is gained where the first reads and the last writes far more; and
     // weights are read again for each band.
-    if (between / threads_ < l2 / 2 || between * 2 + again < outer_bytes() || weights > l2 * 3 / 8) return false;
+    if (between / threads_ < l2 / 2 || between * 2 + read_again < outer_bytes() || weights > l2 * 3 / 8) return false;
     for (int64_t lines = lines_; lines > 0; lines -= ceil_div(lines, int64_t{8})) {
       bands_ = ceil_div(lines_, lines);
       while (!shares_evenly()) ++bands_;
       if (bands_ > lines_) return false;
       measure();
-      if (scratch_bytes() + (again > 0 ? most_input_bytes_ : 0) > l2 * 3 / 8) continue;
+      if (scratch_bytes() + (read_again > 0 ? most_input_bytes_ : 0) > l2 * 3 / 8) continue;
       // Where threads share an image, each begins with lines that another computes as well.
       const int64_t twice = images_ % threads_ == 0 ? 0 : threads_ * start_products_;
       return twice <= products / 8 && products / (images_ * bands_) >= kLeastProducts;

@@ -1,0 +1,96 @@
+"""Products and convolutions whose blocks turn sums into output themselves, at sizes that no family of cases reaches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import xopt
+from tests.conv_cases import last
+from tests.test_conv import conv
+
+ops = torch.ops.xopt
+L2_BYTES: int = xopt.capabilities().caches.l2_bytes or 1 << 20
+
+
+def linear(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    result: Tensor = ops.linear(x, ops.linear_pack(weight, dtype=weight.dtype), weight.shape[0], **options)
+    return result
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("activation", "dtype"), list(itertools.product(("none", "relu", "clamp"), (torch.bfloat16, torch.float32)))
+)
+@pytest.mark.parametrize("columns", [24, 32, 33, 48, 160])
+def test_blocks_and_the_general_epilogue_round_alike(activation: str, dtype: torch.dtype, columns: int) -> None:
+    """What is added in another dtype, or what is asked for in another, goes through the general one."""
+    torch.manual_seed(columns)
+    other_dtype = torch.float32 if dtype == torch.bfloat16 else torch.float64
+    x, weight = torch.randn(70, 40), torch.randn(columns, 40)
+    x[3, 7], x[5, 0], x[64] = float("nan"), float("inf"), 0.0
+    x, weight = x.to(dtype), weight.to(dtype)
+    added, bias = torch.randn(70, columns).to(dtype), torch.randn(columns).to(dtype)
+    added[2, 1], added[9, 0], bias[0] = float("-inf"), float("nan"), -0.0
+    options: dict[str, Any] = {"bias": bias, "activation": activation}
+    if activation == "clamp":
+        options |= {"alpha": -0.5, "beta": 1.5}
+    if dtype == torch.bfloat16:
+        plain = linear(x, weight, out_dtype=torch.float32, **options).to(dtype)
+        torch.testing.assert_close(linear(x, weight, **options), plain, rtol=0, atol=0, equal_nan=True)
+        for activation_last in (False, True):
+            options |= {"binary": "add", "activation_last": activation_last}
+            general = linear(x, weight, other=added.to(other_dtype), **options)
+            torch.testing.assert_close(
+                linear(x, weight, other=added, **options), general, rtol=0, atol=0, equal_nan=True
+            )
+        return
+    rounded = linear(x, weight, out_dtype=torch.bfloat16, **options)
+    torch.testing.assert_close(linear(x, weight, **options).bfloat16(), rounded, rtol=0, atol=0, equal_nan=True)
+
+
+def expect_product(got: Tensor, x: Tensor, weight: Tensor, **options: Any) -> None:
+    """By single rows, whose products are other calls: the first, the last and some between."""
+    rows = torch.linspace(0, len(x) - 1, 40).long()
+    exact = x[rows].double() @ weight.double().T
+    if "other" in options:
+        exact += options["other"][rows].double()
+    torch.testing.assert_close(got[rows].double(), exact.relu(), rtol=2**-7, atol=2e-2)
+
+
+def test_outputs_larger_than_l2() -> None:
+    columns = 160
+    rows = torch.get_num_threads() * L2_BYTES * 5 // 4 // (columns * 2) // 32 * 32 + 1
+    x, weight = torch.randn(rows, 32).bfloat16(), torch.randn(columns, 32).bfloat16() / 6
+    other = torch.randn(rows, columns).bfloat16()
+    got = linear(x, weight, activation="relu", binary="add", other=other, activation_last=True)
+    expect_product(got, x, weight, other=other)
+    # Fewer rows stay in L2.
+    part = slice(rows - 97, rows)
+    again = linear(x[part], weight, activation="relu", binary="add", other=other[part], activation_last=True)
+    assert torch.equal(got[part], again)
+
+
+@pytest.mark.parametrize("features", [1024, 1000])
+def test_all_panels_and_several_chunks_of_rows(features: int) -> None:
+    """Sums wait across a chunk's end; with 1000 features rows of A are copied."""
+    rows, columns = torch.get_num_threads() * 32 * 9 + 5, 330
+    x, weight = torch.randn(rows, features).bfloat16(), torch.randn(columns, features).bfloat16() / 32
+    got = linear(x, weight, activation="relu")
+    expect_product(got, x, weight)
+    by_few = torch.cat([linear(x[i : i + 40], weight, activation="relu") for i in range(0, rows, 40)][:-1])
+    assert torch.equal(got[: len(by_few)], by_few)
+
+
+def test_a_convolution_whose_sums_wait_for_the_next_part_of_k() -> None:
+    x, weight = torch.randn(2, 512, 12, 13).bfloat16(), torch.randn(170, 512, 3, 3).bfloat16() / 68
+    x = last(x)
+    got = conv(x, weight, padding=[1, 1, 1, 1], activation="relu")
+    exact = torch.nn.functional.conv2d(x.double(), weight.double(), padding=1).relu()
+    torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=2e-2)
+    plain = conv(x, weight, padding=[1, 1, 1, 1], activation="relu", out_dtype=torch.float32)
+    assert torch.equal(got, plain.bfloat16())
