@@ -59,8 +59,9 @@ class Kernel {
   const char* name() const { return name_; }
   const char* dtype() const { return dtype_; }
 
+  // Always inline: a copy of its own, made for AVX-512, would be the linker's to serve to all levels.
   template <class... Args>
-  void operator()(Args&&... args) {
+  [[gnu::always_inline]] inline void operator()(Args&&... args) {
     if (Offload* offload = current_offload()) {
       if (KernelRecord* taken = offload->find(name_, dtype_)) return run(taken, static_cast<Args&&>(args)...);
     }
@@ -81,7 +82,7 @@ class Kernel {
 
  private:
   template <class... Args>
-  static void run(KernelRecord* record, Args&&... args) {
+  [[gnu::always_inline]] static inline void run(KernelRecord* record, Args&&... args) {
     record->calls.fetch_add(1, std::memory_order_relaxed);
     reinterpret_cast<Fn*>(record->fn)(static_cast<Args&&>(args)...);
   }
