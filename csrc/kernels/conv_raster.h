@@ -177,12 +177,7 @@ class RasterThread {
   void run_block(int64_t rows, const BlockCall& call) {
     background_.begin_block();
     if constexpr (kFinishesPanels) {
-      if (finishes_panels_) {
-        auto between = output_.between(background_, call.k_tiles);
-        Block::run(rows, call, between);
-        between.finish.rest();
-        return;
-      }
+      if (finishes_panels_) return output_.template run<Block>(rows, call, background_);
     }
     Block::run(rows, call, background_);
   }

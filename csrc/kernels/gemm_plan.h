@@ -76,7 +76,7 @@ struct GemmPlan {
       chunk_panels = kOnePassPanels;
       pass_k_blocks = k_blocks;
     } else {
-      chunk_panels = minimum(kMostStripPanels, maximum<int64_t>(1, for_weights / (k_block_tiles * 2 * kTileBytes)));
+      chunk_panels = minimum(kMostStripPanels, maximum<int64_t>(1, for_weights / panel_slice_bytes()));
       pass_k_blocks = 1;
     }
     const int64_t a_bytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
@@ -87,23 +87,24 @@ struct GemmPlan {
   // k blocks so long that there is one of most products. Of L2 half for the copy of A, an eighth for a chunk's weights
   // and another for the next chunk's.
   void choose_long_chunks(int64_t l2) {
-    const int64_t slice = k_block_tiles * 2 * kTileBytes;
-    chunk_panels = minimum(kOnePassPanels, maximum<int64_t>(1, l2 / 8 / slice));
+    chunk_panels = minimum(kOnePassPanels, maximum<int64_t>(1, l2 / 8 / panel_slice_bytes()));
     pass_k_blocks = 1;
-    const int64_t a_bytes = Block::kRows * k_block_tiles * (kTileBytes / kTileRows);
     const int64_t sum_bytes = k_blocks > 1 ? Block::kRows * kPanelColumns * 4 * chunk_panels : 0;
-    chunk_blocks = maximum<int64_t>(1, l2 / 2 / (a_bytes + sum_bytes));
+    chunk_blocks = maximum<int64_t>(1, l2 / 2 / (row_block_bytes() + sum_bytes));
   }
+  // Of a k block: a panel's weights, and a row block's values in whole tiles.
+  int64_t panel_slice_bytes() const { return k_block_tiles * 2 * kTileBytes; }
+  int64_t row_block_bytes() const { return Block::kRows * k_block_tiles * (kTileBytes / kTileRows); }
 
   // All of a thread's panels in one chunk, where L2 holds their weights and little has to stay of A. So a row of the output
   // is written from end to end, and not as much of it as a chunk has columns: stores alone took 4.8 ns a line in place of
   // 6.0 where rows have 512 bytes, and 4.4 in place of 9.5 where they have 2560.
   void take_whole_rows(int64_t panels) {
-    const int64_t l2 = l2_bytes(), slice = k_block_tiles * 2 * kTileBytes;
-    if (panels <= chunk_panels || panels * slice > l2 / 2) return;
+    const int64_t l2 = l2_bytes();
+    if (panels <= chunk_panels || panels * panel_slice_bytes() > l2 / 2) return;
     chunk_panels = panels;
     // Of a chunk's row blocks the first is copied before its products, and not between those of another.
-    chunk_blocks = maximum<int64_t>(4, l2 / 8 / (Block::kRows * k_block_tiles * (kTileBytes / kTileRows)));
+    chunk_blocks = maximum<int64_t>(4, l2 / 8 / row_block_bytes());
   }
 
   // The split of threads into rows x panels that is done first, by a rough count of cycles: a block step costs about

@@ -89,10 +89,12 @@ class GemmThread {
     const Scratch a(static_cast<size_t>((keep_copies_ ? chunk_blocks * plan_.k_blocks : 1) * kBlockBytes));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * PanelOutput<>::kColumnBytes : 0));
-    if (finishes_panels_) panel_output_.begin(panels, columns.as<float>());
-    // Outputs that leave L2 have to come back to be written: 16 x 56 x 56 x 256 gained a fifth. What stays in L2 gains
-    // nothing, and short sums lose a tenth.
-    fetches_output_ = rows.size() * plan_.block_rows * panels.size() * kPanelColumns * 2 > l2_bytes();
+    if (finishes_panels_) {
+      panel_output_.begin(panels, columns.as<float>());
+      // Outputs that leave L2 have to come back to be written: 16 x 56 x 56 x 256 gained a fifth. What stays in L2 gains
+      // nothing, and short sums lose a tenth.
+      fetches_output_ = rows.size() * plan_.block_rows * panels.size() * kPanelColumns * 2 > l2_bytes();
+    }
     acc_ = acc.as<uint8_t>();
     a_ = a.as<uint8_t>();
     row_sums_ = row_sums.as<int32_t>();
@@ -272,9 +274,7 @@ class GemmThread {
 
   // A panel's products and, between them, the output of the panel before.
   void run_and_finish(int64_t rows, const BlockCall& block, int64_t rb, int64_t panel) {
-    auto between = panel_output_.between(background_, block.k_tiles);
-    Block::run(rows, block, between);
-    between.finish.rest();
+    panel_output_.template run<Block>(rows, block, background_);
     const RowsInOrder outputs{rb * plan_.block_rows};
     panel_output_.defer(static_cast<const float*>(block.acc), outputs, rows, panel, output_ahead(rb, panel));
     turn_ ^= 1;

@@ -138,23 +138,14 @@ class PanelOutput {
     return static_cast<Bf16*>(e_.out) + row * e_.out_row_stride + panel * kPanelColumns;
   }
 
-  // What a block does between its products: the panel before, and a copy.
-  template <class Background>
-  struct Between {
-    PanelFinish<Outputs> finish;
-    Background& background;
-    XOPT_INLINE void step() {
-      finish.step();
-      background.step();
-    }
-  };
-  // For a block of so many steps, which then finishes the panel before.
-  template <class Background>
-  Between<Background> between(Background& background, int64_t steps) {
+  // A block, between whose products the panel before is finished and what stands in the background is done.
+  template <class Block, class Background>
+  void run(int64_t rows, const BlockCall& call, Background& background) {
     Between<Background> between{before_, background};
-    between.finish.spread_over(steps);
+    between.finish.spread_over(call.k_tiles);
     before_ = {};
-    return between;
+    Block::run(rows, call, between);
+    between.finish.rest();
   }
   // A panel whose sums are complete, and stay untouched until the next one's are. `ahead`: the output of one to come, of as
   // many rows, if it is to be fetched, or nullptr.
@@ -172,6 +163,16 @@ class PanelOutput {
   }
 
  private:
+  template <class Background>
+  struct Between {
+    PanelFinish<Outputs> finish;
+    Background& background;
+    XOPT_INLINE void step() {
+      finish.step();
+      background.step();
+    }
+  };
+
   const Epilogue& e_;
   const int64_t n_;
   PanelFinish<Outputs> before_;
