@@ -17,6 +17,25 @@ XOPT_INLINE Range share(int64_t total, int64_t parts, int64_t part) {
   return {total * part / parts, total * (part + 1) / parts};
 }
 
+// Of all sets of L1, the most lines that meet in one, of rows of so many bytes that begin `step` bytes apart.
+inline int64_t most_lines_of_a_set(int64_t rows, int64_t bytes, int64_t step) {
+  constexpr int64_t kSets = 64;  // of 32 KB with 8 ways, of 48 KB with 12
+  const int64_t lines = minimum(ceil_div(bytes, 64), kSets);
+  int8_t more[2 * kSets + 1] = {};  // lines in this set than in the one before; the second half goes on in the first
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t first = row * step / 64 % kSets;
+    ++more[first];
+    --more[first + lines];
+  }
+  int64_t held[kSets] = {}, now = 0, most = 0;
+  for (int64_t set = 0; set < 2 * kSets; ++set) {
+    now += more[set];
+    held[set % kSets] += now;
+    most = maximum(most, held[set % kSets]);
+  }
+  return most;
+}
+
 template <class Block>
 struct GemmPlan {
   // Panels of a chunk. More would spare loading the copy of A into L1 again, but the first chunk's weights come in
@@ -47,6 +66,12 @@ struct GemmPlan {
   int64_t rows_of(int64_t row_block, int64_t m) const { return minimum(block_rows, m - row_block * block_rows); }
   int64_t tiles_of(int64_t k_block, int64_t k_tiles) const {
     return minimum(k_block_tiles, k_tiles - k_block * k_block_tiles);
+  }
+
+  // Whether a k block's part of a row block's rows, these bytes apart, stays in L1 while panels pass, beside their weights.
+  bool rows_stay_in_l1(int64_t step) const {
+    constexpr int64_t kWaysOfWeights = 2;
+    return most_lines_of_a_set(block_rows, row_bytes(), step) <= l1d_ways() - kWaysOfWeights;
   }
 
   int64_t block_rows, row_blocks;
@@ -94,7 +119,8 @@ struct GemmPlan {
   }
   // Of a k block: a panel's weights, and a row block's values in whole tiles.
   int64_t panel_slice_bytes() const { return k_block_tiles * 2 * kTileBytes; }
-  int64_t row_block_bytes() const { return Block::kRows * k_block_tiles * (kTileBytes / kTileRows); }
+  int64_t row_block_bytes() const { return Block::kRows * row_bytes(); }
+  int64_t row_bytes() const { return k_block_tiles * (kTileBytes / kTileRows); }
 
   // All of a thread's panels in one chunk, where L2 holds their weights and little has to stay of A. So a row of the output
   // is written from end to end, and not as much of it as a chunk has columns: stores alone took 4.8 ns a line in place of

@@ -10,8 +10,9 @@
 //         panel           the block's product; sums wait in scratch for the next k block
 //
 // Tiles are read from A itself where its rows are what a copy would be: bf16 or int8, whole tiles, at whole cache lines.
-// So are floats on AVX2, where all of K is one k block. Blocks on the vector ports finish a row block's strip of sums, all
-// panels of the chunk, after its last k block; on AVX2 a block does simple epilogues itself, in its registers. With
+// So are floats that fp32 weights meet, unless their rows meet in few sets of L1. Blocks of floats do simple epilogues
+// themselves, in their registers; others on the vector ports finish a row block's strip of sums, all panels of the chunk,
+// after its last k block. With
 // AMX each panel's sums go to the epilogue on their own, between the products of the next panel (simple ones by
 // panel_output.h), and the weights of the next chunk are fetched into L2 meanwhile, spread evenly over the k steps; where
 // all panels are one chunk, the next panel's while the first row block passes. (Vector blocks fetch none where many row
@@ -177,15 +178,20 @@ class GemmThread {
         if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
       }
     } else if constexpr (Block::kFinishes && std::is_same_v<View, Merged>) {
-      // Longer rows than those of a k block would not stay in L1 for the next panel.
-      const bool as_is = std::is_same_v<typename Block::Round, float> && view_.dtype() == DType::f32;
-      if (as_is && plan_.k_blocks == 1) return view_.even_rows(call_.m);
+      if (std::is_same_v<typename Block::Round, float> && view_.dtype() == DType::f32) {
+        const EvenRows rows = view_.even_rows(call_.m);
+        if (plan_.rows_stay_in_l1(rows.step)) return rows;
+      }
     }
     return {};
   }
   // Of a row block: a tile reads all of its rows.
   bool in_place(int64_t rb) const {
     return in_place_.step != 0 && (!Block::kBackground || plan_.rows_of(rb, call_.m) % kTileRows == 0);
+  }
+
+  const uint8_t* rows_in_place_at(Place place) const {
+    return in_place_.data + place.rb * plan_.block_rows * in_place_.step + place.kb * plan_.k_block_tiles * 64;
   }
 
   void defer_copy(Place place) {
@@ -227,7 +233,7 @@ class GemmThread {
   void step(Place place, int64_t panel) {
     BlockCall block;
     if (in_place(place.rb)) {
-      block.a = in_place_.data + place.rb * plan_.block_rows * in_place_.step + place.kb * plan_.k_block_tiles * 64;
+      block.a = rows_in_place_at(place);
       block.a_stride = in_place_.step;
     } else {
       block.a = a_copy(place);
@@ -242,7 +248,7 @@ class GemmThread {
         prefetch_weights(place, panel, &block);
         if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
       }
-      if (!Block::kBackground && panel == panels_.begin && in_place_.step != 0) prefetch_in_place(place.rb + 1);
+      if (!Block::kBackground && panel == panels_.begin && in_place_.step != 0) prefetch_in_place(place);
       if (place.kb + 1 == plan_.k_blocks) {
         const int64_t column = panel * (w_.gated ? kTileColumns : kPanelColumns);
         background_.prefetches.add_other(call_.epilogue, place.rb * plan_.block_rows, plan_.rows_of(place.rb, call_.m),
@@ -288,10 +294,10 @@ class GemmThread {
     return rb < rows_.end ? panel_output_.place(rb * plan_.block_rows, panels_.begin + ahead) : nullptr;
   }
 
-  // A row block that no copy would bring in before its products.
-  void prefetch_in_place(int64_t rb) {
-    const int64_t row = rb * plan_.block_rows, rows = minimum(plan_.block_rows, call_.m - row);
-    if (rows > 0) background_.prefetches.add({in_place_.data + row * in_place_.step, 64, in_place_.step, rows});
+  // The rows that no copy would bring in before their products.
+  void prefetch_in_place(Place place) {
+    if (!advance(&place)) return;
+    background_.prefetches.add({rows_in_place_at(place), 64, in_place_.step, plan_.rows_of(place.rb, call_.m)});
   }
 
   // Hands the finished sums of a row block, of these panels, to the epilogue.
@@ -366,7 +372,7 @@ class GemmThread {
   bool fetches_output_ = false;
   int64_t weight_lines_ = 0;  // to fetch for each step along k: a row block's share of the two tiles
   int64_t first_row_block_ = 0, pass_k_blocks_ = 1;
-  Range part_{};             // all panels
+  Range part_{};  // all panels
   Range rows_{}, panels_{};  // the chunk
   bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
   bool copied_ = false;  // the chunk's copy of A is complete

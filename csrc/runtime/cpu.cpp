@@ -70,7 +70,10 @@ void read_caches(CpuFeatures* features) {
     const int64_t partitions = ((r.ebx >> 12) & 0x3ff) + 1;
     const int64_t line = (r.ebx & 0xfff) + 1;
     const int64_t bytes = ways * partitions * line * (static_cast<int64_t>(r.ecx) + 1);
-    if (level == 1) features->l1d_bytes = bytes;
+    if (level == 1) {
+      features->l1d_bytes = bytes;
+      features->l1d_ways = ways;
+    }
     if (level == 2) features->l2_bytes = bytes;
     if (level == 3) features->l3_bytes = bytes;
   }
@@ -127,6 +130,7 @@ const CpuFeatures& cpu_features() {
 }
 
 int64_t l2_bytes() { return cpu_features().l2_bytes > 0 ? cpu_features().l2_bytes : 1 << 20; }
+int64_t l1d_ways() { return cpu_features().l1d_ways > 0 ? cpu_features().l1d_ways : 8; }
 
 Isa level_of(const CpuFeatures& f) {
   if (!(f.avx2 && f.fma && f.f16c)) return Isa::scalar;

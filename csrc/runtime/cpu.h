@@ -23,11 +23,13 @@ struct CpuFeatures {
   bool amx_permitted;                     // the kernel granted the tile state to this process
   bool emulated;                          // a build for tests whose AMX and AVX512-BF16 instructions are plain C++
   int64_t l1d_bytes, l2_bytes, l3_bytes;  // 0 where CPUID does not tell
+  int64_t l1d_ways;                       // likewise
 };
 
 const CpuFeatures& cpu_features();
-// For plans: where CPUID does not tell, a size that most have.
+// For plans: where CPUID does not tell, what most have.
 int64_t l2_bytes();
+int64_t l1d_ways();
 
 // The highest level whose features, and those of all levels below it, are there.
 Isa level_of(const CpuFeatures& features);

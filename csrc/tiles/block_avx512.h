@@ -1,7 +1,7 @@
 // Blocks at level `avx512` and above: up to 14 rows x 32 columns in registers (28 accumulators, 2 of weight, 1 of A).
 //
-// Each k costs two loads of weight, which come from L2, and one broadcast a row, which comes from the copy of A in L1
-// whose row distance is a constant, so that all rows are addressed from one pointer: the FMA ports are what is busy.
+// Each k costs two loads of weight, which come from L2, and one broadcast a row, which comes from L1: the FMA ports are
+// what is busy.
 #pragma once
 
 #include "tiles/block.h"
@@ -16,12 +16,14 @@ namespace xopt::XOPT_ISA {
 // How 16 columns of one k become a vector; g is the k within the group.
 struct WeightF32 {
   using Round = float;
+  static constexpr DType kDType = DType::f32;
   static constexpr int kGroup = 1;
   static constexpr int kRows = 14;
   static XOPT_INLINE F get(const uint8_t* row, int) { return _mm512_loadu_ps(row); }
 };
 struct WeightBf16 {
   using Round = Bf16;
+  static constexpr DType kDType = DType::bf16;
   static constexpr int kGroup = 2;
   static constexpr int kRows = 14;
   static XOPT_INLINE F get(const uint8_t* row, int g) {
@@ -32,6 +34,7 @@ struct WeightBf16 {
 };
 struct WeightF16 {
   using Round = F16;
+  static constexpr DType kDType = DType::f16;
   static constexpr int kGroup = 2;
   static constexpr int kRows = 14;
   static XOPT_INLINE F get(const uint8_t* row, int g) {
@@ -46,6 +49,39 @@ XOPT_INLINE void prefetch_step(const uint8_t* b) {
   __builtin_prefetch(b + 3 * kTileBytes, 0, 3);
 }
 
+// R rows of A from some k on. Every third has a register, and the next two lie one and two distances on, which an address
+// can say by itself: so rows may be any distance apart, and those of A itself need no copy.
+template <int R>
+class BlockRows {
+ public:
+  XOPT_INLINE BlockRows(const void* a, int64_t step) : step_(step) {
+    const auto* row = static_cast<const uint8_t*>(a);
+#pragma GCC unroll 5
+    for (int i = 0; i < kPointers; ++i) at_[i] = row + 3 * i * step;
+    hide();
+  }
+  XOPT_INLINE const float& at(int row, int k) const {
+    return *reinterpret_cast<const float*>(at_[row / 3] + row % 3 * step_ + 4 * k);
+  }
+  XOPT_INLINE void advance(int count) {
+#pragma GCC unroll 5
+    for (int i = 0; i < kPointers; ++i) at_[i] += 4 * count;
+    hide();
+  }
+
+ private:
+  static constexpr int kPointers = (R + 2) / 3;
+  // GCC would make a pointer of each row, or an index of each row and k, and keep half of these on the stack.
+  XOPT_INLINE void hide() {
+    asm("" : "+r"(step_));
+#pragma GCC unroll 5
+    for (int i = 0; i < kPointers; ++i) asm("" : "+r"(at_[i]));
+  }
+
+  const uint8_t* at_[kPointers];
+  int64_t step_;
+};
+
 template <class Weight>
 struct FmaBlock {
   using A = float;
@@ -55,7 +91,8 @@ struct FmaBlock {
   static constexpr int64_t kRows = Weight::kRows;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
-  static constexpr bool kFinishes = false;
+  static constexpr bool kFinishes = true;
+  static constexpr DType kFinishedDType = Weight::kDType;
   static constexpr int64_t kTileK = kTileRows * Weight::kGroup;
   static constexpr int64_t kMaxTiles = 384 / kTileK;
   static constexpr int64_t kStride = 384 + 16;
@@ -66,43 +103,94 @@ struct FmaBlock {
 
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
-    const auto* a = static_cast<const float*>(call.a);
-    auto* out = static_cast<float*>(call.acc);
+    const auto* finish = static_cast<const Finish<Round>*>(call.finish);
+    if (finish != nullptr && finish->columns <= kTileColumns) {
+      multiply<R, 1>(call, finish, between);
+    } else {
+      multiply<R, 2>(call, finish, between);
+    }
+    if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
+  }
+
+  // The first V tiles of the panel's columns.
+  template <int R, int V, class Between>
+  static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, Between& between) {
+    BlockRows<R> a(call.a, call.a_stride != 0 ? call.a_stride : kStride * static_cast<int64_t>(sizeof(float)));
     const uint8_t* b = call.b;
-    for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
-      F acc[R][2];
-#pragma GCC unroll 14
-      for (int r = 0; r < R; ++r) {
+    for (int64_t begin = 0; begin < call.k_tiles; begin += kChainTiles) {
+      F acc[V][R];
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) acc[r][v] = set1(0.0F);
-      }
-      const int64_t tiles = minimum(kChainTiles, call.k_tiles - done);
-      for (int64_t t = 0; t < tiles; ++t, b += 2 * kTileBytes, a += kTileK) {
-        between.step();
-        for (int j = 0; j < kTileRows; ++j) {
-          prefetch_step(b + 64 * j);
-          for (int g = 0; g < Weight::kGroup; ++g) {
-            const F b0 = Weight::get(b + 64 * j, g), b1 = Weight::get(b + kTileBytes + 64 * j, g);
+      for (int v = 0; v < V; ++v) {
 #pragma GCC unroll 14
-            for (int r = 0; r < R; ++r) {
-              const F x = set1(a[r * kStride + j * Weight::kGroup + g]);
-              acc[r][0] = fma(x, b0, acc[r][0]);
-              acc[r][1] = fma(x, b1, acc[r][1]);
-            }
-          }
+        for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
+      }
+      const int64_t end = minimum(begin + kChainTiles, call.k_tiles);
+      for (int64_t t = begin; t < end; ++t) {
+        between.step();
+        multiply_tile(t + 1 == call.k_tiles ? call.last_rows : kTileRows, b + t * 2 * kTileBytes, a, acc);
+      }
+      float* sums = static_cast<float*>(call.acc);
+      asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
+      if (begin > 0 || call.accumulate) {
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 14
+          for (int r = 0; r < R; ++r) acc[v][r] = add(load(sums + r * kPanelColumns + kWidth * v), acc[v][r]);
         }
       }
-      const bool first = done == 0 && !call.accumulate;
-#pragma GCC unroll 14
-      for (int r = 0; r < R; ++r) {
+      const bool finished = end == call.k_tiles && finish != nullptr;
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-          float* sum = out + r * kPanelColumns + 16 * v;
-          store(sum, first ? acc[r][v] : add(load(sum), acc[r][v]));
+      for (int v = 0; v < V; ++v) {
+        if (finished) {
+          finish_rows(*finish, kWidth * v, acc[v]);
+        } else {
+#pragma GCC unroll 14
+          for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + kWidth * v, acc[v][r]);
         }
       }
     }
-    if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(out, 0, R * kPanelColumns * sizeof(float));
+  }
+
+  // So many rows of a tile of weights, and as many k of A.
+  template <int R, int V>
+  static XOPT_INLINE void multiply_tile(int64_t rows, const uint8_t* b, BlockRows<R>& a, F (&acc)[V][R]) {
+    constexpr int kUnrolled = 4;  // that many k are reached by a byte in the address
+    constexpr int kGroup = Weight::kGroup;
+    int64_t j = 0;
+    for (; j + kUnrolled <= rows; j += kUnrolled, b += 64 * kUnrolled) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kUnrolled; ++i) multiply_row(b + 64 * i, a, i, acc);
+      a.advance(kUnrolled * kGroup);
+    }
+    for (; j < rows; ++j, b += 64) {
+      multiply_row(b, a, 0, acc);
+      a.advance(kGroup);
+    }
+  }
+  template <int R, int V>
+  static XOPT_INLINE void multiply_row(const uint8_t* b, const BlockRows<R>& a, int row, F (&acc)[V][R]) {
+    prefetch_step(b);
+#pragma GCC unroll 2
+    for (int g = 0; g < Weight::kGroup; ++g) {
+      F w[V];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) w[v] = Weight::get(b + v * kTileBytes, g);
+#pragma GCC unroll 14
+      for (int r = 0; r < R; ++r) multiply_value(a.at(r, row * Weight::kGroup + g), w, r, acc);
+    }
+  }
+  // In a register of its own: 28 sums, 2 vectors of weights and what unpacks those leave one of 32, and where GCC is free to
+  // load the next row's x beside this one's, it keeps sums on the stack instead.
+  template <int R, int V>
+  static XOPT_INLINE void multiply_value(const float& x, const F (&w)[V], int r, F (&acc)[V][R]) {
+    if constexpr (V == 2) {
+      asm volatile("vbroadcastss %2, %%zmm31\n\tvfmadd231ps %3, %%zmm31, %0\n\tvfmadd231ps %4, %%zmm31, %1"
+                   : "+v"(acc[0][r]), "+v"(acc[1][r])
+                   : "m"(x), "v"(w[0]), "v"(w[1])
+                   : "xmm31");
+    } else {
+      acc[0][r] = fma(set1(x), w[0], acc[0][r]);
+    }
   }
   XOPT_RUN_ROWS(kRows)
 };
