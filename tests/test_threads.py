@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -72,6 +73,46 @@ def test_bitwise_equal_for_any_number_of_threads(shape: tuple[int, int, int], re
             results[count] = bits(call())
         differing = [count for count in COUNTS if results[count] != results[1]]
         assert not differing, f"{name} of {shape} differs between 1 and {differing} threads"
+
+
+# Threads take pieces of these from each other: of rows, columns, rows that are normalized, images, lines.
+UNEVEN = """
+import os, torch, xopt
+os.sched_setaffinity(0, {cpus})
+from tests.test_threads import bits
+ops = torch.ops.xopt
+
+def results():
+    torch.manual_seed(1)
+    for m, n, k in ((900, 200, 300), (40, 2500, 600)):
+        x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+        for dtype in (torch.float32, torch.bfloat16):
+            packed = ops.linear_pack(weight, dtype=dtype)
+            yield f"linear {{m}} {{dtype}}", ops.linear(x, packed, n, bias)
+            yield f"norm {{m}} {{dtype}}", ops.linear_norm(x, packed, n, bias, torch.randn(m, n), norm="layer_norm")[0]
+    for groups in (1, 64):
+        x = torch.randn(3, 64, 40, 30).contiguous(memory_format=torch.channels_last)
+        conv = torch.nn.Conv2d(64, 64, 3, padding=1, groups=groups).eval()
+        yield f"conv {{groups}}", xopt.optimize(conv)(x)
+
+with torch.inference_mode():
+    torch.set_num_threads(1)
+    alone = {{name: bits((value,)) for name, value in results()}}
+    torch.set_num_threads(6)
+    for _ in range(5):
+        differing = [name for name, value in results() if bits((value,)) != alone[name]]
+        assert not differing, differing
+print("equal")
+"""
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("granted", [6, 2])
+def test_equal_where_threads_are_not_equally_fast_or_fewer(granted: int) -> None:
+    """Six threads that share one CPU are seldom equally far; a team of two has parts of six to do."""
+    program = UNEVEN.format(cpus={min(os.sched_getaffinity(0))})
+    environment = {"OMP_THREAD_LIMIT": str(granted), "OMP_WAIT_POLICY": "passive"}
+    assert fresh_process.output_of(program, **environment) == "equal"
 
 
 @pytest.mark.sanitize

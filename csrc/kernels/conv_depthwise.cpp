@@ -16,6 +16,7 @@
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
+#include "runtime/shared_parts.h"
 #include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {
@@ -335,22 +336,25 @@ void depthwise_of(const ConvCall& call) {
   // Of few lines, each would copy most of its input lines for itself.
   const int64_t items = call.images * lines, most_lines = ceil_div(items, threads);
   const bool by_lines = most_lines * threads * 8 <= items * 9 && most_lines >= 2 * v.kernel[1];
+  const int64_t units = by_lines ? items : parts, least = maximum(units / (8 * threads), 4 * v.kernel[1]);
+  SharedParts shared(threads, least);
+  shared.deal(units);
   parallel(static_cast<int>(threads), [&](int thread, int count) {
     DepthwiseThread<In, Round, Value> part(call, gemm, epilogue, plan);
-    const Range mine = share(by_lines ? items : parts, count, thread);
-    if (!by_lines) {
-      for (int64_t i = mine.begin; i < mine.end; ++i) {
-        part.run(i / (chunks * lines), i / lines % chunks * plan.chunk, i % lines);
+    shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
+      if (!by_lines) {
+        for (int64_t i = begin; i < end; ++i)
+          part.run(i / (chunks * lines), i / lines % chunks * plan.chunk, i % lines);
+        return;
       }
-      return;
-    }
-    for (int64_t begin = mine.begin; begin < mine.end;) {
-      const int64_t image = begin / lines, end = minimum(mine.end, (image + 1) * lines);
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        for (int64_t i = begin; i < end; ++i) part.run(image, chunk * plan.chunk, i % lines);
+      while (begin < end) {
+        const int64_t image = begin / lines, last = minimum(end, (image + 1) * lines);
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+          for (int64_t i = begin; i < last; ++i) part.run(image, chunk * plan.chunk, i % lines);
+        }
+        begin = last;
       }
-      begin = end;
-    }
+    });
   });
 }
 

@@ -37,22 +37,16 @@ inline PatchesView product_input(const ConvCall& call, int64_t product) {
   return input;
 }
 
-// Gives threads their parts: compute(product as a call, its number, row blocks, panels).
+// compute(product as a call, its number, row blocks, panels, the end of its part's panels) for all there are, by threads that share them.
 template <class Block, class Compute>
 void each_part(const ConvCall& call, const GemmPlan<Block>& plan, const Compute& compute) {
   // Products that are many keep the threads busy by themselves.
   constexpr int64_t kProductsOfAThread = 4;
   const bool whole = call.products >= kProductsOfAThread * plan.max_threads;
-  const int64_t rows = whole ? 1 : plan.grid_rows, panels = whole ? 1 : plan.grid_panels;
-  const int64_t parts = call.products * rows * panels;
-  parallel(static_cast<int>(minimum(parts, plan.max_threads)), [&](int thread, int threads) {
-    const Range mine = share(parts, threads, thread);
-    for (int64_t i = mine.begin; i < mine.end; ++i) {
-      const int64_t product = i / (rows * panels);
-      const GemmCall gemm = product_call(call, product);
-      compute(gemm, product, share(plan.row_blocks, rows, i / panels % rows),
-              share(gemm.weight.panels, panels, i % panels));
-    }
+  const Grid grid(plan, product_call(call, 0).weight, call.products, whole ? 1 : plan.grid_rows,
+                  whole ? 1 : plan.grid_panels);
+  grid.each(plan.max_threads, [&](int64_t product, Range rows, Range panels, int64_t weights_end) {
+    compute(product_call(call, product), product, rows, panels, weights_end);
   });
 }
 
@@ -106,8 +100,9 @@ void conv_with(const ConvCall& call) {
   const GemmCall first = product_call(call, 0);
   const GemmPlan<Block> plan(first);
   EpilogueFn* epilogue = select_epilogue<Block>(first);
-  each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels) {
-    GemmThread<Block, Patches>(gemm, Patches(product_input(call, product)), plan, epilogue, 0).compute(blocks, panels);
+  each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {
+    GemmThread<Block, Patches>(gemm, Patches(product_input(call, product)), plan, epilogue, 0)
+        .compute(blocks, panels, weights_end);
   });
 }
 

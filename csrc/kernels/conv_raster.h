@@ -84,7 +84,7 @@ class RasterThread {
         finishes_panels_(kFinishesPanels && finishes_simply(call, DType::bf16)),
         output_(call) {}
 
-  void compute(Range blocks, Range panels) {
+  void compute(Range blocks, Range panels, int64_t weights_end) {
     const typename Block::Scope scope;
     const int64_t chunks = ceil_div(blocks.size(), plan_.chunk_blocks);
     if (chunks == 0) return;
@@ -106,7 +106,7 @@ class RasterThread {
       blocks_ = {block, minimum(block + chunk_blocks, blocks.end)};
       copy_chunk();
       for (int64_t panel = panels.begin; panel < panels.end; panel += plan_.chunk_panels) {
-        panel_chunk({panel, minimum(panel + plan_.chunk_panels, panels.end)}, panels.end);
+        panel_chunk({panel, minimum(panel + plan_.chunk_panels, panels.end)}, weights_end);
       }
     }
     finish_epilogue();
@@ -233,9 +233,9 @@ void conv_on_raster(const ConvCall& call, const RasterPlan<Block>& plan) {
   EpilogueFn* epilogue = select_epilogue<Block>(first);
   first.m = plan.blocks * Block::kRows;
   const GemmPlan<Block> grid(first);
-  each_part(call, grid, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels) {
+  each_part(call, grid, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {
     const Raster raster(product_input(call, product), plan.whole_lines);
-    RasterThread<Block>(gemm, raster, plan, epilogue).compute(blocks, panels);
+    RasterThread<Block>(gemm, raster, plan, epilogue).compute(blocks, panels, weights_end);
   });
 }
 

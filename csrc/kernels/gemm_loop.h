@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gemm_thread.h"
+#include "kernels/grid.h"
 #include "runtime/registry.h"
 
 namespace xopt::XOPT_ISA {
@@ -31,13 +32,9 @@ class GemmLoop {
 
  private:
   void compute_grid(const GemmCall& call, EpilogueFn* epilogue) const {
-    const int64_t parts = plan_.grid_rows * plan_.grid_panels;
-    parallel(static_cast<int>(parts), [&](int thread, int threads) {
-      GemmThread<Block> part(call, Merged(call.a), plan_, epilogue, 0);
-      for (int64_t i = thread; i < parts; i += threads) {  // the runtime may grant fewer threads
-        part.compute(share(plan_.row_blocks, plan_.grid_rows, i / plan_.grid_panels),
-                     share(call.weight.panels, plan_.grid_panels, i % plan_.grid_panels));
-      }
+    const Grid grid(plan_, call.weight, 1, plan_.grid_rows, plan_.grid_panels);
+    grid.each(plan_.max_threads, [&](int64_t, Range rows, Range panels, int64_t weights_end) {
+      GemmThread<Block>(call, Merged(call.a), plan_, epilogue, 0).compute(rows, panels, weights_end);
     });
   }
 
@@ -48,16 +45,20 @@ class GemmLoop {
     constexpr int64_t kGroupBytes = 256 << 10;                                            // of fp32 values
     const int64_t group = maximum<int64_t>(1, kGroupBytes / (n * plan_.block_rows * 4));  // row blocks
     EpilogueFn* epilogue = select_epilogue<Block>(norm_input_call(nullptr));
-    parallel(static_cast<int>(plan_.max_threads), [&](int thread, int threads) {
-      const Range blocks = share(plan_.row_blocks, threads, thread);
-      if (blocks.size() == 0) return;
-      const Scratch scratch(static_cast<size_t>(minimum(group, blocks.size()) * plan_.block_rows * n * 4));
-      const GemmCall inner = norm_input_call(scratch.as<float>());
-      for (int64_t b = blocks.begin; b < blocks.end; b += group) {
-        const int64_t end = minimum(b + group, blocks.end), first = b * plan_.block_rows;
-        GemmThread<Block>(inner, Merged(inner.a), plan_, epilogue, first).compute({b, end}, {0, call_.weight.panels});
-        norm(call_, scratch.as<float>(), first, int64_t{0}, minimum(end * plan_.block_rows, call_.m) - first);
-      }
+    const int64_t threads = minimum(plan_.max_threads, plan_.row_blocks);
+    SharedParts shared(threads, group);
+    shared.deal(plan_.row_blocks);
+    parallel(static_cast<int>(threads), [&](int thread, int count) {
+      shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
+        const Scratch scratch(static_cast<size_t>(minimum(group, end - begin) * plan_.block_rows * n * 4));
+        const GemmCall inner = norm_input_call(scratch.as<float>());
+        for (int64_t b = begin; b < end; b += group) {
+          const int64_t last = minimum(b + group, end), first = b * plan_.block_rows;
+          const Range panels{0, call_.weight.panels};
+          GemmThread<Block>(inner, Merged(inner.a), plan_, epilogue, first).compute({b, last}, panels, panels.end);
+          norm(call_, scratch.as<float>(), first, int64_t{0}, minimum(last * plan_.block_rows, call_.m) - first);
+        }
+      });
     });
   }
 

@@ -69,9 +69,11 @@ class GemmThread {
         finishes_panels_(can_finish_panels(call, plan)),
         panel_output_(call) {}
 
-  void compute(Range rows, Range panels) {
+  // `weights_end`: the panel before which weights are worth fetching: a piece more of the same part may come next.
+  void compute(Range rows, Range panels, int64_t weights_end) {
     [[maybe_unused]] const typename Block::Scope scope;
     part_ = panels;
+    weights_end_ = weights_end;
     first_row_block_ = rows.begin;
     columns_ = {};
     weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
@@ -317,7 +319,7 @@ class GemmThread {
     const int64_t slice = block->k_tiles * 2 * kTileBytes;
     if (Block::kBackground && plan_.k_blocks == 1 && rows_.size() > 1 && panels_.size() == part_.size()) {
       // No other chunk: what the first row block reads next.
-      if (place.rb > first_row_block_ || panel + 1 == part_.end) return;
+      if (place.rb > first_row_block_ || panel + 1 == weights_end_) return;
       block->ahead = weights(panel + 1, 0);
       block->ahead_lines = 2 * kTileBytes / 64;
       return;
@@ -327,7 +329,7 @@ class GemmThread {
     const uint8_t* from = block->b + slice;
     if (!k_by_k || place.kb + 1 == plan_.k_blocks) {
       const int64_t next_panel = panel + panels_.size();
-      if (next_panel >= part_.end) return;
+      if (next_panel >= weights_end_) return;
       from = weights(next_panel, k_by_k ? 0 : place.kb);
     }
     const int64_t lines = weight_lines_;
@@ -373,6 +375,7 @@ class GemmThread {
   int64_t weight_lines_ = 0;  // to fetch for each step along k: a row block's share of the two tiles
   int64_t first_row_block_ = 0, pass_k_blocks_ = 1;
   Range part_{};  // all panels
+  int64_t weights_end_ = 0;
   Range rows_{}, panels_{};  // the chunk
   bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
   bool copied_ = false;  // the chunk's copy of A is complete

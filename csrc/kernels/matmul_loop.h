@@ -139,7 +139,7 @@ class MatmulThread {
   template <class View>
   void run(const GemmCall& part, const View& left, int64_t row_part) const {
     GemmThread<Block, View>(part, left, plan_.gemm, epilogue_, 0)
-        .compute(share(plan_.gemm.row_blocks, plan_.row_parts, row_part), {0, part.weight.panels});
+        .compute(share(plan_.gemm.row_blocks, plan_.row_parts, row_part), {0, part.weight.panels}, part.weight.panels);
   }
 
   const MatmulCall& call_;

@@ -11,6 +11,7 @@
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
+#include "runtime/shared_parts.h"
 #include "tiles/any_dtype.h"
 #include "tiles/row_loops.h"
 
@@ -184,10 +185,12 @@ class RowNorm {
 void norm(const NormCall& call) {
   const int64_t wanted = (call.rows * call.columns + kValuesOfAThread - 1) / kValuesOfAThread;
   const auto threads = static_cast<int>(minimum<int64_t>(minimum<int64_t>(max_threads(), call.rows), wanted));
+  SharedParts shared(threads, kValuesOfAThread / 4 / maximum<int64_t>(call.columns, 1));
+  shared.deal(call.rows);
   parallel(threads, [&](int thread, int count) {
     const Scratch scratch(static_cast<size_t>(call.columns) * 3 * sizeof(float));
     RowNorm row_norm(call, scratch.as<float>());
-    row_norm.run(call.rows * thread / count, call.rows * (thread + 1) / count);
+    shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) { row_norm.run(begin, end); });
   });
 }
 

@@ -9,6 +9,7 @@
 #include "runtime/arena.h"
 #include "runtime/cpu.h"
 #include "runtime/parallel.h"
+#include "runtime/shared_parts.h"
 
 namespace xopt::ops {
 namespace {
@@ -98,14 +99,21 @@ class Bands {
   }
 
   void run() const {
-    const int64_t parts = images_ * bands_;
-    parallel(static_cast<int>(std::min(threads_, parts)), [&](int thread, int count) {
+    // Threads take over whole images from each other: within one, a piece would begin with lines computed before.
+    const bool by_images = images_ >= 2 * threads_;
+    const int64_t unit = by_images ? bands_ : 1, units = images_ * bands_ / unit;
+    const int64_t parts = std::min(threads_, units);
+    SharedParts shared(parts, by_images ? 1 : units);
+    shared.deal(units);
+    parallel(static_cast<int>(parts), [&](int thread, int count) {
       const Scratch between(static_cast<size_t>(scratch_bytes()));
-      ImageLines held{};
-      for (int64_t part = parts * thread / count; part < parts * (thread + 1) / count; ++part) {
-        if (part % bands_ == 0) held = {};
-        run_band(part / bands_, part % bands_, between.as<uint8_t>(), &held);
-      }
+      shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
+        ImageLines held{};
+        for (int64_t part = begin * unit; part < end * unit; ++part) {
+          if (part % bands_ == 0) held = {};
+          run_band(part / bands_, part % bands_, between.as<uint8_t>(), &held);
+        }
+      });
     });
   }
 
