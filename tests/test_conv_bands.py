@@ -119,7 +119,7 @@ def large_residual(images: int = 1) -> tuple[Calls, int]:
 
 @pytest.mark.sanitize
 @pytest.mark.skipif(L2_BYTES < 1 << 19, reason="not even some lines stay in L2")
-@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("images", [1, 3, 4])
 def test_an_inverted_residual_that_leaves_l2_is_done_in_bands(images: int) -> None:
     calls, _ = large_residual(images)
     for _ in range(2):

@@ -89,9 +89,11 @@ def results():
         for dtype in (torch.float32, torch.bfloat16):
             packed = ops.linear_pack(weight, dtype=dtype)
             yield f"linear {{m}} {{dtype}}", ops.linear(x, packed, n, bias)
-            yield f"norm {{m}} {{dtype}}", ops.linear_norm(x, packed, n, bias, torch.randn(m, n), norm="layer_norm")[0]
-    for groups in (1, 64):
-        x = torch.randn(3, 64, 40, 30).contiguous(memory_format=torch.channels_last)
+    packed = ops.linear_pack(torch.randn(700, 64), dtype=torch.float32)
+    yield "linear_norm", ops.linear_norm(torch.randn(2400, 64), packed, 700, norm="layer_norm")[0]
+    yield "layer_norm", ops.layer_norm(torch.randn(300, 4000))[0]
+    for groups, height in ((1, 40), (4, 40), (64, 400)):
+        x = torch.randn(2, 64, height, 30).contiguous(memory_format=torch.channels_last)
         conv = torch.nn.Conv2d(64, 64, 3, padding=1, groups=groups).eval()
         yield f"conv {{groups}}", xopt.optimize(conv)(x)
 

@@ -71,6 +71,8 @@ struct GemmPlan {
   // Whether a k block's part of a row block's rows, these bytes apart, stays in L1 while panels pass, beside their weights.
   bool rows_stay_in_l1(int64_t step) const {
     constexpr int64_t kWaysOfWeights = 2;
+    // Fewer rows than ways never fill a set, since a k block's part of each is less than all sets together.
+    if (block_rows <= l1d_ways() - kWaysOfWeights) return true;
     return most_lines_of_a_set(block_rows, row_bytes(), step) <= l1d_ways() - kWaysOfWeights;
   }
 

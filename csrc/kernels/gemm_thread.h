@@ -96,7 +96,7 @@ class GemmThread {
       panel_output_.begin(panels, columns.as<float>());
       // Outputs that leave L2 have to come back to be written: 16 x 56 x 56 x 256 gained a fifth. What stays in L2 gains
       // nothing, and short sums lose a tenth.
-      fetches_output_ = rows.size() * plan_.block_rows * panels.size() * kPanelColumns * 2 > l2_bytes();
+      fetches_output_ = call_.m * w_.n * 2 / (plan_.grid_rows * plan_.grid_panels) > l2_bytes();
     }
     acc_ = acc.as<uint8_t>();
     a_ = a.as<uint8_t>();
@@ -250,7 +250,7 @@ class GemmThread {
         prefetch_weights(place, panel, &block);
         if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
       }
-      if (!Block::kBackground && panel == panels_.begin && in_place_.step != 0) prefetch_in_place(place);
+      if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
       if (place.kb + 1 == plan_.k_blocks) {
         const int64_t column = panel * (w_.gated ? kTileColumns : kPanelColumns);
         background_.prefetches.add_other(call_.epilogue, place.rb * plan_.block_rows, plan_.rows_of(place.rb, call_.m),
@@ -296,10 +296,12 @@ class GemmThread {
     return rb < rows_.end ? panel_output_.place(rb * plan_.block_rows, panels_.begin + ahead) : nullptr;
   }
 
-  // The rows that no copy would bring in before their products.
+  // The rows that no copy would bring in before their products: those after the chunk's last are another chunk's, or of
+  // another piece.
   void prefetch_in_place(Place place) {
-    if (!advance(&place)) return;
-    background_.prefetches.add({rows_in_place_at(place), 64, in_place_.step, plan_.rows_of(place.rb, call_.m)});
+    if (!advance(&place)) place = {rows_.end, 0};
+    const int64_t rows = plan_.rows_of(place.rb, call_.m);
+    if (rows > 0) background_.prefetches.add({rows_in_place_at(place), 64, in_place_.step, rows});
   }
 
   // Hands the finished sums of a row block, of these panels, to the epilogue.

@@ -23,13 +23,22 @@ class Grid {
     // What it takes to begin anew has to be little beside a piece.
     constexpr int64_t kStepCycles = Block::kBackground ? 80 : 200, kLeastCycles = 60000;
     const int64_t unit_cycles = (by_rows_ ? most_panels : most_rows) * maximum<int64_t>(1, w.k_tiles) * kStepCycles;
-    least_ = maximum(kLeastCycles / unit_cycles + 1, by_rows_ ? most_rows / kFewPieces : most_panels / 4);
+    least_ = kLeastCycles / unit_cycles + 1;
+    if (!by_rows_) {
+      least_ = maximum(least_, most_panels / 4);
+    } else if (weights_stay) {
+      // Blocks on the vector ports make their copies anew, and fetch no weights ahead, for few rows.
+      least_ = maximum<int64_t>(maximum(least_, most_rows / kFewPieces), Block::kBackground ? 1 : 4);
+    } else {
+      least_ = maximum(least_, ceil_div(most_rows, 2));
+    }
   }
 
   // compute(product, row blocks, panels, the end of the part's panels) for all there are, on up to so many threads.
   template <class Compute>
   void each(int64_t threads, const Compute& compute) const {
-    const int64_t parts = products_ * grid_rows_ * grid_panels_;
+    if (products_ > 1) return each_of_many(threads, compute);
+    const int64_t parts = grid_rows_ * grid_panels_;
     SharedParts shared(parts, least_);
     for (int64_t part = 0; part < parts; ++part) {
       const Range whole = by_rows_ ? rows_of(part) : panels_of(part);
@@ -38,14 +47,30 @@ class Grid {
     parallel(static_cast<int>(minimum(parts, threads)), [&](int thread, int count) {
       shared.each(thread, count, [&](int64_t part, int64_t begin, int64_t end) {
         const Range piece{begin, end};
-        compute(part / (grid_rows_ * grid_panels_), by_rows_ ? piece : rows_of(part),
-                by_rows_ ? panels_of(part) : piece, panels_of(part).end);
+        compute(0, by_rows_ ? piece : rows_of(part), by_rows_ ? panels_of(part) : piece, panels_of(part).end);
       });
     });
   }
 
  private:
   static constexpr int64_t kFewPieces = 8;
+
+  // Of several products threads take over whole parts, of which there may be thousands.
+  template <class Compute>
+  void each_of_many(int64_t threads, const Compute& compute) const {
+    const int64_t parts_of_product = grid_rows_ * grid_panels_, parts = products_ * parts_of_product;
+    const int64_t shares = minimum(parts, threads);
+    SharedParts shared(shares, 1);
+    shared.deal(parts);
+    parallel(static_cast<int>(shares), [&](int thread, int count) {
+      shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
+        for (int64_t part = begin; part < end; ++part) {
+          compute(part / parts_of_product, rows_of(part), panels_of(part), panels_of(part).end);
+        }
+      });
+    });
+  }
+
   Range rows_of(int64_t part) const { return share(row_blocks_, grid_rows_, part / grid_panels_ % grid_rows_); }
   Range panels_of(int64_t part) const { return share(panels_, grid_panels_, part % grid_panels_); }
 

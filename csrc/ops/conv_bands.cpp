@@ -99,8 +99,9 @@ class Bands {
   }
 
   void run() const {
-    // Threads take over whole images from each other: within one, a piece would begin with lines computed before.
-    const bool by_images = images_ >= 2 * threads_;
+    // Threads take over whole images from each other, where equal threads would come out even: within one, a piece would
+    // begin with lines computed before.
+    const bool by_images = images_ >= 8 * threads_ || (images_ >= 2 * threads_ && images_ % threads_ == 0);
     const int64_t unit = by_images ? bands_ : 1, units = images_ * bands_ / unit;
     const int64_t parts = std::min(threads_, units);
     SharedParts shared(parts, by_images ? 1 : units);

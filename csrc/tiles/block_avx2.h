@@ -83,7 +83,7 @@ struct FmaBlock {
   static XOPT_INLINE void multiply_row(const float& x, const F (&w)[V], int r, F (&acc)[V][R]) {
     if constexpr (V == 2) {
       asm volatile("vbroadcastss %2, %%ymm15\n\tvfmadd231ps %3, %%ymm15, %0\n\tvfmadd231ps %4, %%ymm15, %1"
-                   : "+x"(acc[0][r]), "+x"(acc[1][r])
+                   : "+&x"(acc[0][r]), "+x"(acc[1][r])
                    : "m"(x), "x"(w[0]), "x"(w[1])
                    : "xmm15");
     } else {

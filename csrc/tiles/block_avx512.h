@@ -185,7 +185,7 @@ struct FmaBlock {
   static XOPT_INLINE void multiply_value(const float& x, const F (&w)[V], int r, F (&acc)[V][R]) {
     if constexpr (V == 2) {
       asm volatile("vbroadcastss %2, %%zmm31\n\tvfmadd231ps %3, %%zmm31, %0\n\tvfmadd231ps %4, %%zmm31, %1"
-                   : "+v"(acc[0][r]), "+v"(acc[1][r])
+                   : "+&v"(acc[0][r]), "+v"(acc[1][r])
                    : "m"(x), "v"(w[0]), "v"(w[1])
                    : "xmm31");
     } else {
