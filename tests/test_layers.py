@@ -262,9 +262,10 @@ def test_symbols_of_a_level_lie_in_its_namespace(level: str) -> None:
     for path in objects:
         for line in tool_output("nm", "--demangle", "--defined-only", "--extern-only", str(path)).splitlines():
             symbol = line.split(maxsplit=2)[2]
-            # Lambdas within lambdas can be more than nm can read: then the namespace stands there as it is written.
-            named = f"{len(level)}{level}" if symbol.startswith("_Z") else f"xopt::{level}::"
-            if named not in symbol and not symbol.startswith("DW.ref."):
+            # Lambdas within lambdas can be more than nm can read: then the namespace stands there as it is written,
+            # behind xopt's, which is S_ where it has been named before.
+            written = rf"(4xopt|S_){len(level)}{level}" if symbol.startswith("_Z") else f"xopt::{level}::"
+            if not re.search(written, symbol) and not symbol.startswith("DW.ref."):
                 strangers.append(f"{path.name}: {symbol}")
     assert not strangers, "\n".join(strangers)
 

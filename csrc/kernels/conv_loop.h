@@ -37,7 +37,8 @@ inline PatchesView product_input(const ConvCall& call, int64_t product) {
   return input;
 }
 
-// compute(product as a call, its number, row blocks, panels, the end of its part's panels) for all there are, by threads that share them.
+// compute(product as a call, its number, row blocks, panels, the end of its part's panels) for all there are, by threads
+// that share them.
 template <class Block, class Compute>
 void each_part(const ConvCall& call, const GemmPlan<Block>& plan, const Compute& compute) {
   // Products that are many keep the threads busy by themselves.
