@@ -12,6 +12,7 @@ import pickle
 import random
 import sqlite3
 import textwrap
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -287,6 +288,39 @@ def test_a_folder_that_cannot_be_used_is_said_and_nothing_fails(tmp_path: pathli
         kept.write([tuned_call(1)])
     with pytest.warns(RuntimeWarning, match="cannot be used"):
         assert kept.read() == []
+
+
+def test_a_damaged_file_that_cannot_be_put_aside_is_said_and_nothing_fails(tmp_path: pathlib.Path) -> None:
+    kept = Store(tmp_path / "tuning.sqlite")
+    kept.path.write_bytes(b"x" * 5000)
+    (tmp_path / "tuning.damaged" / "in the way").mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="cannot be used"):
+        assert kept.read() == []
+
+
+@pytest.mark.filterwarnings("ignore:xopt.*is damaged")
+def test_a_damaged_file_is_put_aside_once_nobody_has_it_open(tmp_path: pathlib.Path) -> None:
+    kept = Store(tmp_path / "tuning.sqlite")
+    aside = kept.path.with_suffix(".damaged")
+    in_use, used = threading.Event(), threading.Event()
+
+    def use(_: sqlite3.Connection) -> bool:
+        in_use.set()
+        return used.wait()
+
+    user = threading.Thread(target=kept._use, args=(use, False))
+    finder = threading.Thread(target=kept.read)
+    user.start()
+    in_use.wait()
+    kept.path.write_bytes(b"x" * 5000)
+    finder.start()
+    finder.join(0.2)
+    put_aside_while_in_use = aside.exists()
+    used.set()
+    user.join()
+    finder.join()
+    assert not put_aside_while_in_use
+    assert aside.exists()
 
 
 _WRITERS = """

@@ -1,11 +1,13 @@
 """What was found, on disk: one SQLite file in the user's cache, which all processes share.
 
 Each use opens it anew: a connection must not go through a fork, and SQLite's own locks keep processes apart. A file
-that is damaged is put aside, and a new one begun.
+that is damaged is put aside, and a new one begun, while no process has it open: SQLite finds a file's journal by name,
+so one that still had the damaged file would take the new file's journal for its own and undo it.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -124,13 +126,16 @@ class Store:
         for _ in range(2):
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self._connected() as connection:
-                    return work(connection)
+                try:
+                    with self._locked(fcntl.LOCK_SH), self._connected() as connection:
+                        return work(connection)
+                except sqlite3.Error as error:
+                    if not _is_damage(error):
+                        raise
+                    self._put_aside()
             except (OSError, sqlite3.Error) as error:
-                if not _is_damage(error):
-                    warnings.warn(f"xopt: {self.path} cannot be used: {error}", RuntimeWarning, stacklevel=3)
-                    return nothing
-                self._put_aside()
+                warnings.warn(f"xopt: {self.path} cannot be used: {error}", RuntimeWarning, stacklevel=3)
+                return nothing
         warnings.warn(f"xopt: {self.path} is damaged, and could not be replaced", RuntimeWarning, stacklevel=3)
         return nothing
 
@@ -140,10 +145,27 @@ class Store:
             connection.execute(_SCHEMA)
             yield connection
 
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        """Shared while the file is in use, exclusive to put it aside. In a folder where nothing can be written, nothing
+        can be put aside either, and the file is read without."""
+        try:
+            lock = open(self.path.with_suffix(".lock"), "a")  # noqa: SIM115 - closed below
+        except OSError as error:
+            if kind == fcntl.LOCK_SH and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                yield
+                return
+            raise
+        with lock:
+            fcntl.flock(lock, kind)
+            try:
+                yield
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone would leave it to a fork made meanwhile
+
     def _put_aside(self) -> None:
         """Unless another process has just done so."""
-        with open(self.path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self._locked(fcntl.LOCK_EX):
             try:
                 with self._connected() as connection:
                     _select(connection)
