@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+
 namespace xopt {
 
 // A dictionary's value, borrowed; null where there is none.
@@ -14,5 +16,51 @@ bool refers_to(const pybind11::weakref& reference, PyObject* object);
 
 // Whether a dictionary has a value that compares equal.
 bool has(PyObject* attributes, const pybind11::str& name, const pybind11::object& expected);
+
+// Whether a value, and all that it holds, stays as it is for as long as it lives.
+bool is_constant(PyObject* value);
+
+// A dictionary in the state in which it was looked at. While it is in it, it holds the same objects, which therefore live:
+// what was found in it need not be looked up again. CPython 3.10 to 3.12 count the changes of all dictionaries, and no two
+// states have the same number; elsewhere nothing is ever found unchanged.
+//
+// Before each call of MobileNetV2 some 2500 questions are asked of 214 modules. Looked up one by one that took 0.11 ms
+// where all answers were in L1, and 0.52 where the images had pushed them out; with a number for each dictionary, which is
+// a fraction of the cache lines, it takes 0.04 and 0.21, most of which the versions of the norms' tensors are.
+class SeenDict {
+ public:
+  SeenDict() = default;
+  explicit SeenDict(PyObject* dict) {  // which may be null
+    if (kCounted && dict != nullptr && PyDict_Check(dict)) {
+      dict_ = dict;
+      state_ = state_of(dict);
+    }
+  }
+
+  // The __dict__ of an object, borrowed; null where changes are not counted.
+  static PyObject* of(PyObject* object);
+
+  // Whether this is the dictionary that was seen, and as it was.
+  bool is(PyObject* dict) const { return dict != nullptr && dict == dict_ && unchanged(); }
+  // The same of the one that was seen, which has to be held by something that is known to live.
+  bool unchanged() const { return dict_ != nullptr && state_of(dict_) == state_; }
+
+ private:
+#if PY_VERSION_HEX < 0x030D0000
+  static constexpr bool kCounted = true;
+  static uint64_t state_of(PyObject* dict) {
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // in 3.12
+    return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+  }
+#else
+  static constexpr bool kCounted = false;
+  static uint64_t state_of(PyObject*) { return 0; }
+#endif
+
+  PyObject* dict_ = nullptr;
+  uint64_t state_ = 0;
+};
 
 }  // namespace xopt

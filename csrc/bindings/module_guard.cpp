@@ -1,10 +1,9 @@
 #include "bindings/module_guard.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
-
-#include "bindings/attributes.h"
 
 namespace py = pybind11;
 
@@ -43,6 +42,12 @@ bool is_hooked(PyObject* attributes) {
   return false;
 }
 
+template <class Hooks>
+bool are_empty(const Hooks& hooks) {
+  return std::all_of(hooks.begin(), hooks.end(),
+                     [](PyObject* each) { return each == nullptr || PyDict_GET_SIZE(each) == 0; });
+}
+
 }  // namespace
 
 void ModuleGuard::add(size_t parent, py::str name, py::weakref module, long long epoch) {
@@ -61,30 +66,65 @@ void ModuleGuard::add_watched(py::object holder, py::str name, py::object value)
   watched_.push_back({std::move(holder), std::move(name), std::move(value)});
 }
 
+bool ModuleGuard::passes(PyObject* module, long long epoch, bool is_root, Seen* seen) {
+  PyObject* attributes = SeenDict::of(module);
+  if (seen->module == module && seen->attributes.is(attributes) && are_empty(seen->hooks)) {
+    seen->has_same_modules = seen->modules.unchanged();
+    if (!seen->has_same_modules) seen->modules = SeenDict(find(attributes, names().modules));
+    return true;
+  }
+  const py::object own = attributes_of(module);
+  if (!has_epoch(own.ptr(), epoch)) return false;
+  Seen found;
+  if (!is_root) {
+    if (find(own.ptr(), names().training) != Py_False || is_hooked(own.ptr())) return false;
+    for (size_t i = 0; i < kHooks; ++i) found.hooks[i] = find(own.ptr(), names().hooks[i]);
+  }
+  PyObject* modules = find(own.ptr(), names().modules);
+  found.module = module;
+  found.has_same_modules = seen->module == module && seen->modules.is(modules);
+  found.attributes = SeenDict(own.ptr());
+  found.modules = SeenDict(modules);
+  *seen = found;
+  return true;
+}
+
+bool ModuleGuard::passes_below(const Step& step, const Seen& parent, Seen* seen) {
+  PyObject* module = seen->module;
+  if (!parent.has_same_modules) {
+    PyObject* modules = find(attributes_of(parent.module).ptr(), names().modules);
+    module = modules == nullptr ? nullptr : find(modules, step.name.ptr());
+    if (module == nullptr || !refers_to(step.module, module)) return false;
+  }
+  return passes(module, step.epoch, false, seen);
+}
+
 py::object ModuleGuard::operator()(const py::object& root) const {
-  std::vector<py::object> attributes;
-  attributes.reserve(steps_.size() + 1);
-  attributes.push_back(attributes_of(root.ptr()));
-  if (!has_epoch(attributes[0].ptr(), root_epoch_)) return py::none();
-  py::list modules;
-  modules.append(root);
-  for (const Step& step : steps_) {
-    PyObject* below = find(attributes[step.parent].ptr(), names().modules);
-    PyObject* module = below == nullptr ? nullptr : find(below, step.name.ptr());
-    if (module == nullptr || !refers_to(step.module, module)) return py::none();
-    attributes.push_back(attributes_of(module));
-    PyObject* own = attributes.back().ptr();
-    const bool plain = find(own, names().training) == Py_False && !is_hooked(own);
-    if (!plain || !has_epoch(own, step.epoch)) return py::none();
-    modules.append(py::handle(module));
+  std::vector<Seen> seen = std::move(seen_);
+  seen_.clear();  // also where this ends early: a pointer is good only if all before it were looked at
+  seen.resize(steps_.size() + 1);
+  if (!passes(root.ptr(), root_epoch_, true, seen.data())) return py::none();
+  py::list modules(seen.size());
+  const auto put = [&](size_t place, PyObject* module) {
+    Py_INCREF(module);
+    PyList_SET_ITEM(modules.ptr(), static_cast<Py_ssize_t>(place), module);
+  };
+  put(0, root.ptr());
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    Seen* own = &seen[i + 1];
+    if (!passes_below(steps_[i], seen[steps_[i].parent], own)) return py::none();
+    put(i + 1, own->module);
   }
   for (const Container& container : containers_) {
-    if (container.place >= attributes.size()) throw py::index_error("ModuleGuard: a container of no module");
-    if (!has(attributes[container.place].ptr(), container.name, container.value)) return py::none();
+    if (container.place >= seen.size()) throw py::index_error("ModuleGuard: a container of no module");
+    const py::object attributes =
+        attributes_of(PyList_GET_ITEM(modules.ptr(), static_cast<Py_ssize_t>(container.place)));
+    if (!has(attributes.ptr(), container.name, container.value)) return py::none();
   }
   for (const Watched& watched : watched_) {
     if (!has(attributes_of(watched.holder.ptr()).ptr(), watched.name, watched.value)) return py::none();
   }
+  seen_ = std::move(seen);
   return modules;
 }
 

@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "bindings/attributes.h"
-
 namespace py = pybind11;
 
 namespace xopt {
@@ -57,7 +55,8 @@ bool is_expected(const py::object& expected, PyObject* found) {
 }  // namespace
 
 void Operands::expect_attribute(size_t place, py::str name, py::object value) {
-  entries_.push_back({Kind::attribute, place, std::move(name), std::move(value), kAnyVersion, false});
+  const bool constant = is_constant(value.ptr());
+  entries_.push_back({Kind::attribute, place, std::move(name), std::move(value), kAnyVersion, false, constant});
 }
 
 void Operands::expect_tensor(size_t place, py::str name, const py::object& tensor, long long version) {
@@ -85,7 +84,48 @@ void Operands::add_tensor(Kind kind, size_t place, py::str name, const py::objec
   taken_ += is_taken ? 1 : 0;
 }
 
+// Whether it has the attributes, parameters and buffers of the last call; if not, what it has now is the one seen.
+bool Operands::is_unchanged(PyObject* module, SeenModule* seen) {
+  if (seen->attributes.is(SeenDict::of(module)) && seen->parameters.unchanged() && seen->buffers.unchanged()) {
+    return true;
+  }
+  const py::object own = attributes_of(module);
+  *seen = {SeenDict(own.ptr()), SeenDict(find(own.ptr(), names().parameters)),
+           SeenDict(find(own.ptr(), names().buffers))};
+  return false;
+}
+
+// Whether an entry's tensor is the expected one, of a module that may have changed.
+bool Operands::look_up(const Entry& entry, PyObject* module, Found* found) {
+  *found = {};
+  found->tensor = tensor_of(attributes_of(module).ptr(), entry.name);
+  return entry.kind == Kind::packed || is_expected(entry.expected, found->tensor);
+}
+
+bool Operands::look_into_packed(const Entry& entry, bool is_unchanged, Found* found) {
+  PyObject* parameter = found->tensor;
+  if (is_unchanged && parameter != nullptr && found->attributes.is(SeenDict::of(parameter))) return true;
+  found->packed = packed_of(parameter);
+  if (!is_expected(entry.expected, found->packed)) return false;
+  found->attributes = found->packed == nullptr ? SeenDict() : SeenDict(SeenDict::of(parameter));
+  return true;
+}
+
+bool Operands::passes(const Entry& entry, PyObject* module, bool is_unchanged, Found* found) {
+  if (entry.kind == Kind::attribute) {
+    if (is_unchanged && entry.is_constant) return true;
+    return has(attributes_of(module).ptr(), entry.name, entry.expected);
+  }
+  if (!is_unchanged && !look_up(entry, module, found)) return false;
+  if (entry.kind == Kind::packed) return look_into_packed(entry, is_unchanged, found);
+  const bool is_none = found->tensor == nullptr || found->tensor == Py_None;
+  return is_none || has_version(found->tensor, entry.version);
+}
+
 py::object Operands::gather(const py::list& modules, const py::tuple& tensors) const {
+  Seen seen = std::move(seen_);
+  seen_ = {};  // also where this ends early: what was found is good only if all of its module was looked at
+  seen.found.resize(entries_.size());
   py::list gathered(tensors.size() + taken_);
   size_t next = 0;
   const auto put = [&](PyObject* tensor) {
@@ -93,29 +133,27 @@ py::object Operands::gather(const py::list& modules, const py::tuple& tensors) c
     PyList_SET_ITEM(gathered.ptr(), static_cast<Py_ssize_t>(next++), tensor);
   };
   for (const py::handle tensor : tensors) put(tensor.ptr());
-  py::object attributes;
   PyObject* module = nullptr;
-  for (const Entry& entry : entries_) {
+  bool unchanged = false;
+  size_t place = 0, runs = 0;  // of entries of one place
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
     if (entry.kind == Kind::own) {
       put(entry.expected.ptr());
       continue;
     }
-    if (entry.place >= modules.size()) throw py::index_error("Operands: an operand of no module");
-    PyObject* own = PyList_GET_ITEM(modules.ptr(), static_cast<Py_ssize_t>(entry.place));
-    if (own != module) {  // those of a module follow each other
-      attributes = attributes_of(own);
-      module = own;
+    if (module == nullptr || entry.place != place) {
+      if (entry.place >= modules.size()) throw py::index_error("Operands: an operand of no module");
+      place = entry.place;
+      module = PyList_GET_ITEM(modules.ptr(), static_cast<Py_ssize_t>(place));
+      if (runs == seen.modules.size()) seen.modules.emplace_back();
+      unchanged = is_unchanged(module, &seen.modules[runs++]);
     }
-    if (entry.kind == Kind::attribute) {
-      if (!has(attributes.ptr(), entry.name, entry.expected)) return py::none();
-      continue;
-    }
-    PyObject* found = tensor_of(attributes.ptr(), entry.name);
-    if (entry.kind == Kind::packed) found = packed_of(found);
-    if (!is_expected(entry.expected, found)) return py::none();
-    if (found != nullptr && found != Py_None && !has_version(found, entry.version)) return py::none();
-    if (entry.is_taken) put(found);
+    Found* found = &seen.found[i];
+    if (!passes(entry, module, unchanged, found)) return py::none();
+    if (entry.is_taken) put(entry.kind == Kind::packed ? found->packed : found->tensor);
   }
+  seen_ = std::move(seen);
   return gathered;
 }
 

@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "bindings/attributes.h"
+
 namespace xopt {
 
 class Operands {
@@ -36,13 +38,34 @@ class Operands {
     pybind11::object expected;  // of tensors of a module a weak reference
     long long version;          // -1: any
     bool is_taken;
+    bool is_constant = false;  // an attribute's value, which thus need not be compared while the module is unchanged
+  };
+
+  // A module as it was in the last call, for entries of one place that follow each other.
+  struct SeenModule {
+    SeenDict attributes, parameters, buffers;
+  };
+  // What an entry has led to in the last call: a parameter or buffer, and what a packed one lies in.
+  struct Found {
+    PyObject* tensor = nullptr;
+    PyObject* packed = nullptr;
+    SeenDict attributes;  // of the packed one
+  };
+  struct Seen {
+    std::vector<SeenModule> modules;  // in the order of the entries
+    std::vector<Found> found;         // by entries
   };
 
   void add_tensor(Kind kind, size_t place, pybind11::str name, const pybind11::object& tensor, long long version,
                   bool is_taken);
+  static bool is_unchanged(PyObject* module, SeenModule* seen);
+  static bool look_up(const Entry& entry, PyObject* module, Found* found);
+  static bool look_into_packed(const Entry& entry, bool is_unchanged, Found* found);
+  static bool passes(const Entry& entry, PyObject* module, bool is_unchanged, Found* found);
 
   std::vector<Entry> entries_;
   size_t taken_ = 0;
+  mutable Seen seen_;  // empty after a call that found a change
 };
 
 void bind_operands(const pybind11::module_& m);
