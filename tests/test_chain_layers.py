@@ -143,14 +143,28 @@ def test_a_layer_made_in_inference_mode(chained: list[int]) -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         source = Layer().eval()
-        optimized = xopt.optimize(source)
-        for _ in range(3):
-            x = tokens(2, 5)
-            torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
-            for layer in (source, optimized):
-                change_bias(layer)
-                scale_norm(layer)
+        optimized = xopt.optimize(copy.deepcopy(source), inplace=True)
+        check_through_changes(source, optimized)
     assert chained == [3 + CALLS_OF_A_LAYER - 4] * 3
+
+
+def test_a_layer_optimized_in_inference_mode(chained: list[int]) -> None:
+    torch.manual_seed(0)
+    source = Layer().eval()
+    with torch.inference_mode():
+        optimized = xopt.optimize(source)
+        check_through_changes(source, optimized)
+        assert not any(tensor.is_inference() for tensor in optimized.state_dict().values())
+    assert chained == [CALLS_OF_A_LAYER] * 3
+
+
+def check_through_changes(source: nn.Module, optimized: nn.Module) -> None:
+    for _ in range(3):
+        x = tokens(2, 5)
+        torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
+        for layer in (source, optimized):
+            change_bias(layer)
+            scale_norm(layer)
 
 
 # ---- What falls back -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import pathlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -372,16 +373,33 @@ def test_products_that_follow_each_other_are_one_call(chained: list[int]) -> Non
     assert chained == [2]
 
 
+@pytest.mark.parametrize("made_in_inference_mode", [True, False])
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_inference_tensors_of_norms_are_seen_when_they_change(dtype: torch.dtype) -> None:
-    """Nobody counts their changes."""
+def test_norms_are_seen_when_they_change_in_inference_mode(dtype: torch.dtype, made_in_inference_mode: bool) -> None:
+    """Nobody counts the changes of tensors that were made in it."""
     torch.manual_seed(0)
-    with torch.inference_mode():
+    with torch.inference_mode(made_in_inference_mode):
         source = settled(Bottleneck())
-        optimized = xopt.optimize(source, dtype=dtype)
+        copied = copy.deepcopy(source)
+    with torch.inference_mode():
+        optimized = xopt.optimize(copied, dtype=dtype, inplace=True)
         x = torch.randn(2, 32, 9, 7)
-        for _ in range(2):
+        for _ in range(3):
             tolerance = 1e-4 if dtype == torch.float32 else 5e-2
             torch.testing.assert_close(optimized(x), source(x), rtol=tolerance, atol=tolerance)
             for block in (source, optimized):
                 change_norm(block)
+
+
+def test_calls_are_told_once_of_what_was_optimized_or_loaded_in_inference_mode(
+    told: list[str], tmp_path: pathlib.Path
+) -> None:
+    source = settled(Bottleneck())
+    with torch.inference_mode():
+        xopt.save(xopt.optimize(source), tmp_path)
+        for optimized in (xopt.optimize(source), xopt.load(tmp_path, lambda: settled(Bottleneck()))):
+            told.clear()
+            x = torch.randn(2, 32, 9, 7)
+            for _ in range(3):
+                torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-4)
+            assert told == ["conv"] * 3

@@ -7,12 +7,14 @@ import dataclasses
 import importlib
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from xopt import config as settings
 from xopt import machine
@@ -79,6 +81,18 @@ def optimize(
     _check_arguments(model, dtype, level)
     sample = None if sample_input is None else call_arguments("optimize", sample_input)
     _integrations()
+    with _mode_to_optimize_in(model, inplace):
+        return _optimized(model, dtype, inplace, level, config, sample)
+
+
+def _optimized(
+    model: Model,
+    dtype: torch.dtype | None,
+    inplace: bool,
+    level: str,
+    config: Config,
+    sample: tuple[tuple[Any, ...], dict[str, Any]] | None,
+) -> Model:
     if not inplace:
         model = _copy(model, dtype, level, config)
     context = Context(dtype, config)
@@ -100,9 +114,20 @@ def optimize(
     note = f"Computes under autocast to {dtype_name(inside)}; takes and returns {dtype_name(source_dtype)}."
     _finish(model, level, dtype, config, entries, (note,) if inside is not None else ())
     if sample is not None:
-        with torch.no_grad():
-            model(*sample[0], **sample[1])
+        model(*sample[0], **sample[1])
     return model
+
+
+@contextmanager
+def _mode_to_optimize_in(model: nn.Module, inplace: bool) -> Iterator[None]:
+    """Not inference mode, also where the caller is in it: nobody counts changes of tensors that are made there, so that
+    what is computed from them has to be computed in each call. A model whose own tensors are such can be changed only
+    there, though."""
+    stays = inplace and any(
+        tensor.is_inference() for tensor in filter(_is_initialized, (*model.parameters(), *model.buffers()))
+    )
+    with torch.inference_mode(stays and torch.is_inference_mode_enabled()), torch.no_grad():
+        yield
 
 
 def _integrations() -> list[Any]:
@@ -159,10 +184,9 @@ def _copy(model: Model, dtype: torch.dtype | None, level: str, config: Config) -
             weight = decision.module._parameters.get("weight") if is_replaced else None
             if weight is not None:
                 memo[id(weight)] = weight
-    with torch.no_grad():  # TorchScript's copies would be results of the originals
-        for module in model.modules():
-            memo |= _copies(module)
-        return copy.deepcopy(model, memo)
+    for module in model.modules():
+        memo |= _copies(module)
+    return copy.deepcopy(model, memo)  # without gradients, or TorchScript's copies would be results of the originals
 
 
 def _copies(module: nn.Module) -> dict[int, Any]:
@@ -221,8 +245,8 @@ def _own_weights(module: Any) -> int:
     return sum(parameter.numel() for parameter in filter(_is_initialized, own))
 
 
-def _is_initialized(parameter: nn.Parameter) -> bool:
-    return not isinstance(parameter, nn.UninitializedParameter)
+def _is_initialized(tensor: torch.Tensor) -> bool:
+    return not is_lazy(tensor)
 
 
 def _finish(

@@ -68,7 +68,8 @@ def load(directory: str | os.PathLike[str], model: Model | Callable[[], Model]) 
     """The model of a directory that `save` wrote. `model` is an unoptimized instance, which is changed, or a class or
     function that makes one."""
     manifest, tensors = _read(Path(directory))
-    instance: Any = model if isinstance(model, nn.Module) else model()
+    with torch.inference_mode(False), torch.no_grad():  # in inference mode, nobody would count changes of its tensors
+        instance: Any = model if isinstance(model, nn.Module) else model()
     if type(instance).__name__ != manifest["class"]:
         raise CheckpointError(f"load: model: expected a {manifest['class']}, got a {type(instance).__name__}")
     if ATTRIBUTE in instance.__dict__:

@@ -213,7 +213,8 @@ class PackedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             source = args[0]
-            return cls(source.place, source.shape, source.dtype, source.transposed)
+            with torch.inference_mode(source.is_inference()):  # torch lets both count their changes together
+                return cls(source.place, source.shape, source.dtype, source.transposed)
         if not func._schema.is_mutable:
             args, kwargs = tree_map_only(cls, lambda parameter: parameter.unpack(), (args, kwargs))
             return func(*args, **kwargs)
