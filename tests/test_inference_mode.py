@@ -87,7 +87,7 @@ def test_what_one_does_with_models(made_in: str, mode: str, use: str, tmp_path: 
         optimized = xopt.optimize(plain, sample_input=X)
     with MODES[mode]():
         used = USES[use](optimized, tmp_path)
-        state = {name: tensor.clone() for name, tensor in used.state_dict().items()}
+        state = used.state_dict()
         assert state.keys() == plain.state_dict().keys()
         for name, tensor in plain.state_dict().items():
             assert torch.equal(state[name], tensor)
@@ -103,6 +103,37 @@ def test_tensors_are_such_that_count_their_changes(inplace: bool, tmp_path: path
         loaded = xopt.load(tmp_path, Small)
     for model in (optimized, loaded):
         assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+
+
+class Projections(nn.Module):
+    """Of one input, so that their weights are packed as one when they are first used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = (part(x) for part in self.parts)
+        return first * second + third  # type: ignore[no-any-return]
+
+
+def test_weights_packed_and_loaded_in_inference_mode_can_be_changed_elsewhere() -> None:
+    plain = Projections().eval()
+    x = torch.randn(2, 32)
+    with torch.inference_mode():
+        optimized = xopt.optimize(plain)
+        optimized(x)
+        assert not any(tensor.is_inference() for tensor in optimized.state_dict().values())
+        optimized.load_state_dict(plain.state_dict())
+    state = {name: tensor * 0.5 for name, tensor in plain.state_dict().items()}
+    for _ in range(2):
+        for model in (plain, optimized):
+            model.load_state_dict(state)
+        with torch.no_grad():
+            for model in (plain, optimized):
+                model.get_parameter("parts.1.weight").add_(0.25)
+        with torch.inference_mode():
+            torch.testing.assert_close(optimized(x), plain(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_made_in_inference_mode() -> None:

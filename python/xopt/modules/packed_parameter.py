@@ -187,7 +187,8 @@ class PackedParameter(nn.Parameter):
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
         place = self.place
-        packed = _pack(_rows(weight, self.transposed), self.dtype, place.groups, place.gates, place.taps)
+        with torch.inference_mode(self.is_inference()):  # or it could be changed in place only there
+            packed = _pack(_rows(weight, self.transposed), self.dtype, place.groups, place.gates, place.taps)
         if self.is_packed_alone:
             self.packed.copy_(packed)
             if not self.packed.is_inference():  # a dispatched operator's own writing is not counted

@@ -26,7 +26,8 @@ class PackedState(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, packed in self._packed_parameters().items():
-            plain = packed.unpack()
+            with torch.inference_mode(packed.is_inference()):  # as a plain parameter's would be
+                plain = packed.unpack()
             destination[prefix + name] = nn.Parameter(plain, requires_grad=False) if keep_vars else plain
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
