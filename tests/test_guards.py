@@ -69,24 +69,12 @@ def set_in_place(root: Any) -> None:
     root[0][0].padding[0] = 2
 
 
-def replaced_dictionary(name: str) -> Change:
-    def change(root: Any) -> None:
-        root[0][1].__dict__[name] = dict(root[0][1].__dict__[name], extra=None)
-        root[0][1].__dict__[name].clear()
-
-    return change
-
-
 def new_attributes(root: Any) -> None:
     root[0][0].__dict__ = dict(root[0][0].__dict__, stride=(2, 2))
 
 
 def new_hooks(root: Any) -> None:
     root[1].__dict__["_forward_hooks"] = OrderedDict({0: hook})
-
-
-def dropped(name: str) -> Change:
-    return lambda root: root[0][1]._buffers.pop(name)
 
 
 CHANGES: dict[str, Change] = {
@@ -114,9 +102,9 @@ CHANGES: dict[str, Change] = {
     "a weight's values": lambda root: root[0][1].weight.detach().mul_(2),
     "a buffer": lambda root: setattr(root[0][1], "running_var", torch.ones(4)),
     "a buffer's values": lambda root: root[0][1].running_mean.add_(1),
-    "a buffer less": dropped("running_mean"),
-    "no parameters": replaced_dictionary("_parameters"),
-    "no buffers": replaced_dictionary("_buffers"),
+    "a buffer less": lambda root: root[0][1]._buffers.pop("running_mean"),
+    "no parameters": lambda root: root[0][1].__dict__.update(_parameters={}),
+    "no buffers": lambda root: root[0][1].__dict__.update(_buffers={}),
 }
 
 

@@ -31,7 +31,7 @@ bool has_epoch(PyObject* attributes, long long expected) {
   return epoch == nullptr ? expected == 0 : PyLong_AsLongLong(epoch) == expected;
 }
 
-bool is_empty_dict(PyObject* value) { return value != nullptr && PyDict_Check(value) && PyDict_Size(value) == 0; }
+bool is_empty_dict(PyObject* value) { return value != nullptr && PyDict_Check(value) && PyDict_GET_SIZE(value) == 0; }
 
 // Whether somebody wants to see, or change, what goes into a module with these attributes and what comes out of it.
 bool is_hooked(PyObject* attributes) {
@@ -40,12 +40,6 @@ bool is_hooked(PyObject* attributes) {
     if (!is_empty_dict(find(attributes, hooks))) return true;
   }
   return false;
-}
-
-template <class Hooks>
-bool are_empty(const Hooks& hooks) {
-  return std::all_of(hooks.begin(), hooks.end(),
-                     [](PyObject* each) { return each == nullptr || PyDict_GET_SIZE(each) == 0; });
 }
 
 }  // namespace
@@ -68,7 +62,10 @@ void ModuleGuard::add_watched(py::object holder, py::str name, py::object value)
 
 bool ModuleGuard::passes(PyObject* module, long long epoch, bool is_root, Seen* seen) {
   PyObject* attributes = SeenDict::of(module);
-  if (seen->module == module && seen->attributes.is(attributes) && are_empty(seen->hooks)) {
+  const auto is_unhooked = [&] {
+    return is_root || std::all_of(seen->hooks.begin(), seen->hooks.end(), is_empty_dict);
+  };
+  if (seen->module == module && seen->attributes.is(attributes) && is_unhooked()) {
     seen->has_same_modules = seen->modules.unchanged();
     if (!seen->has_same_modules) seen->modules = SeenDict(find(attributes, names().modules));
     return true;
