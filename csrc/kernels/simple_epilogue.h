@@ -35,6 +35,7 @@ Finish<Out> finish_of(const Epilogue& e, const EpilogueStrip& strip, int64_t row
     finish.other_stride = e.other_row_stride;
     finish.clamp_last = e.activation_last;
   }
+  finish.clamps = e.activation != Activation::none;  // of those that are simple
   if (e.activation == Activation::relu) finish.low = 0.0F;
   if (e.activation == Activation::clamp) {
     finish.low = e.alpha;

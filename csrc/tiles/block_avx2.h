@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tiles/block.h"
+#include "tiles/block_rows.h"
 
 #if XOPT_LEVEL == XOPT_LEVEL_AVX2
 namespace xopt::XOPT_ISA {
@@ -53,6 +54,8 @@ struct FmaBlock {
   static constexpr int32_t kOffset = 0;
   static constexpr int64_t kChainTiles = 128 / kTileK;  // for accuracy, as in block_avx512.h
   struct Scope {};
+  template <int R>
+  using ARows = BlockRows<R, 3>;
 
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
@@ -76,6 +79,37 @@ struct FmaBlock {
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
   }
 
+  template <int R, int V>
+  static XOPT_INLINE void multiply_tile(const uint8_t* b, ARows<R>& a, F (&acc)[V][R]) {
+    constexpr int kUnrolled = 4;
+    for (int j = 0; j < kTileRows; j += kUnrolled, b += 64 * kUnrolled) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kUnrolled; ++i) multiply_k(b + 64 * i, a, i, acc);
+      a.advance(kUnrolled * Weight::kGroup);
+    }
+  }
+  template <int R, int V>
+  static XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, ARows<R>& a, F (&acc)[V][R]) {
+    for (int64_t j = 0; j < rows; ++j) {
+      multiply_k(b + 64 * j, a, 0, acc);
+      a.advance(Weight::kGroup);
+    }
+  }
+  // A row of a tile of weights, and as many k of A, the `row`th of those that `a` is at.
+  template <int R, int V>
+  static XOPT_INLINE void multiply_k(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
+    // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
+    if (V <= 2) __builtin_prefetch(b + 2 * kTileBytes);
+#pragma GCC unroll 2
+    for (int g = 0; g < Weight::kGroup; ++g) {
+      F w[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) w[v] = Weight::get(b + v / 2 * kTileBytes, v % 2, g);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) multiply_row(a.at(r, row * Weight::kGroup + g), w, r, acc);
+    }
+  }
+
   // Adds a row's x times w. In a register of its own: 12 sums, 2 vectors of weights and what unpacks those leave one of
   // 16, and where GCC is free to load the next row's x beside this one's, it keeps sums on the stack instead. Each of
   // their products then waits for a store and a load, which takes twice the time of all others together.
@@ -96,8 +130,8 @@ struct FmaBlock {
   template <int R, int V, class Between>
   static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, int64_t column, int64_t begin,
                                    int64_t end, Between& between) {
-    const auto* a = static_cast<const float*>(call.a);
-    const int64_t stride = call.a_stride != 0 ? call.a_stride / static_cast<int64_t>(sizeof(float)) : kStride;
+    const int64_t stride = call.a_stride != 0 ? call.a_stride : kStride * static_cast<int64_t>(sizeof(float));
+    ARows<R> a(static_cast<const float*>(call.a) + begin * kTileK, stride);
     const uint8_t* b = call.b + (2 * begin + column / kTileColumns) * kTileBytes;
     F acc[V][R];
 #pragma GCC unroll 4
@@ -105,21 +139,14 @@ struct FmaBlock {
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
     }
-    for (int64_t t = begin; t < end; ++t, b += 2 * kTileBytes) {
+    const int64_t whole = end == call.k_tiles && call.last_rows < kTileRows ? end - 1 : end;
+    for (const uint8_t* stop = b + (whole - begin) * 2 * kTileBytes; b != stop; b += 2 * kTileBytes) {
       if (column == 0) between.step();
-      const float* ak = a + t * kTileK;
-      const int64_t rows = t + 1 == call.k_tiles ? call.last_rows : kTileRows;
-      for (int64_t j = 0; j < rows; ++j) {
-        // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
-        if (V <= 2) __builtin_prefetch(b + 64 * j + 2 * kTileBytes);
-        for (int g = 0; g < Weight::kGroup; ++g) {
-          F w[V];
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) w[v] = Weight::get(b + 64 * j + v / 2 * kTileBytes, v % 2, g);
-#pragma GCC unroll 6
-          for (int r = 0; r < R; ++r) multiply_row(ak[r * stride + j * Weight::kGroup + g], w, r, acc);
-        }
-      }
+      multiply_tile(b, a, acc);
+    }
+    if (whole < end) {
+      if (column == 0) between.step();
+      multiply_rows(call.last_rows, b, a, acc);
     }
     float* sums = static_cast<float*>(call.acc) + column;
     asm("" : "+r"(sums));  // GCC would keep each row's address on the stack

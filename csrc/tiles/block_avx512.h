@@ -1,10 +1,11 @@
 // Blocks at level `avx512` and above: up to 14 rows x 32 columns in registers (28 accumulators, 2 of weight, 1 of A).
 //
-// Each k costs two loads of weight, which come from L2, and one broadcast a row, which comes from L1: the FMA ports are
-// what is busy.
+// Each k costs two loads of weight, which come from L2, and one broadcast a row, which comes from L1: on a core of its own
+// the FMA ports are what is busy. Beside a busy hyperthread it is the front end, and each instruction costs.
 #pragma once
 
 #include "tiles/block.h"
+#include "tiles/block_rows.h"
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
 #ifdef XOPT_EMULATE
@@ -49,39 +50,6 @@ XOPT_INLINE void prefetch_step(const uint8_t* b) {
   __builtin_prefetch(b + 3 * kTileBytes, 0, 3);
 }
 
-// R rows of A from some k on. Every third has a register, and the next two lie one and two distances on, which an address
-// can say by itself: so rows may be any distance apart, and those of A itself need no copy.
-template <int R>
-class BlockRows {
- public:
-  XOPT_INLINE BlockRows(const void* a, int64_t step) : step_(step) {
-    const auto* row = static_cast<const uint8_t*>(a);
-#pragma GCC unroll 5
-    for (int i = 0; i < kPointers; ++i) at_[i] = row + 3 * i * step;
-    hide();
-  }
-  XOPT_INLINE const float& at(int row, int k) const {
-    return *reinterpret_cast<const float*>(at_[row / 3] + row % 3 * step_ + 4 * k);
-  }
-  XOPT_INLINE void advance(int count) {
-#pragma GCC unroll 5
-    for (int i = 0; i < kPointers; ++i) at_[i] += 4 * count;
-    hide();
-  }
-
- private:
-  static constexpr int kPointers = (R + 2) / 3;
-  // GCC would make a pointer of each row, or an index of each row and k, and keep half of these on the stack.
-  XOPT_INLINE void hide() {
-    asm("" : "+r"(step_));
-#pragma GCC unroll 5
-    for (int i = 0; i < kPointers; ++i) asm("" : "+r"(at_[i]));
-  }
-
-  const uint8_t* at_[kPointers];
-  int64_t step_;
-};
-
 template <class Weight>
 struct FmaBlock {
   using A = float;
@@ -100,6 +68,8 @@ struct FmaBlock {
   // Sums of this many products, added up: one chain of all would round three times as badly where K is in the thousands.
   static constexpr int64_t kChainTiles = 128 / kTileK;
   struct Scope {};
+  template <int R>
+  using ARows = BlockRows<R, 2>;
 
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
@@ -115,7 +85,7 @@ struct FmaBlock {
   // The first V tiles of the panel's columns.
   template <int R, int V, class Between>
   static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, Between& between) {
-    BlockRows<R> a(call.a, call.a_stride != 0 ? call.a_stride : kStride * static_cast<int64_t>(sizeof(float)));
+    ARows<R> a(call.a, call.a_stride != 0 ? call.a_stride : kStride * static_cast<int64_t>(sizeof(float)));
     const uint8_t* b = call.b;
     for (int64_t begin = 0; begin < call.k_tiles; begin += kChainTiles) {
       F acc[V][R];
@@ -125,9 +95,14 @@ struct FmaBlock {
         for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
       }
       const int64_t end = minimum(begin + kChainTiles, call.k_tiles);
-      for (int64_t t = begin; t < end; ++t) {
+      const int64_t whole = end == call.k_tiles && call.last_rows < kTileRows ? end - 1 : end;
+      for (const uint8_t* stop = b + (whole - begin) * 2 * kTileBytes; b != stop; b += 2 * kTileBytes) {
         between.step();
-        multiply_tile(t + 1 == call.k_tiles ? call.last_rows : kTileRows, b + t * 2 * kTileBytes, a, acc);
+        multiply_tile(b, a, acc);
+      }
+      if (whole < end) {
+        between.step();
+        multiply_rows(call.last_rows, b, a, acc);
       }
       float* sums = static_cast<float*>(call.acc);
       asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
@@ -151,24 +126,24 @@ struct FmaBlock {
     }
   }
 
-  // So many rows of a tile of weights, and as many k of A.
   template <int R, int V>
-  static XOPT_INLINE void multiply_tile(int64_t rows, const uint8_t* b, BlockRows<R>& a, F (&acc)[V][R]) {
-    constexpr int kUnrolled = 4;  // that many k are reached by a byte in the address
-    constexpr int kGroup = Weight::kGroup;
-    int64_t j = 0;
-    for (; j + kUnrolled <= rows; j += kUnrolled, b += 64 * kUnrolled) {
-#pragma GCC unroll 4
+  static XOPT_INLINE void multiply_tile(const uint8_t* b, ARows<R>& a, F (&acc)[V][R]) {
+    constexpr int kUnrolled = kTileRows / Weight::kGroup;  // more would not stay in the cache of decoded instructions
+    for (int j = 0; j < kTileRows; j += kUnrolled, b += 64 * kUnrolled) {
+#pragma GCC unroll 16
       for (int i = 0; i < kUnrolled; ++i) multiply_row(b + 64 * i, a, i, acc);
-      a.advance(kUnrolled * kGroup);
-    }
-    for (; j < rows; ++j, b += 64) {
-      multiply_row(b, a, 0, acc);
-      a.advance(kGroup);
+      a.advance(kUnrolled * Weight::kGroup);
     }
   }
   template <int R, int V>
-  static XOPT_INLINE void multiply_row(const uint8_t* b, const BlockRows<R>& a, int row, F (&acc)[V][R]) {
+  static XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, ARows<R>& a, F (&acc)[V][R]) {
+    for (int64_t j = 0; j < rows; ++j) {
+      multiply_row(b + 64 * j, a, 0, acc);
+      a.advance(Weight::kGroup);
+    }
+  }
+  template <int R, int V>
+  static XOPT_INLINE void multiply_row(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
     prefetch_step(b);
 #pragma GCC unroll 2
     for (int g = 0; g < Weight::kGroup; ++g) {
@@ -181,9 +156,16 @@ struct FmaBlock {
   }
   // In a register of its own: 28 sums, 2 vectors of weights and what unpacks those leave one of 32, and where GCC is free to
   // load the next row's x beside this one's, it keeps sums on the stack instead.
+  //
+  // While the other hyperthread is busy, what counts is how many instructions there are. A product that loads x itself is
+  // one with its load, unless the address has an index; with all rows so the loads would be what takes longest.
   template <int R, int V>
   static XOPT_INLINE void multiply_value(const float& x, const F (&w)[V], int r, F (&acc)[V][R]) {
-    if constexpr (V == 2) {
+    if (V == 2 && ARows<R>::has_pointer(r)) {
+      asm volatile("vfmadd231ps %2%{1to16%}, %3, %0\n\tvfmadd231ps %2%{1to16%}, %4, %1"
+                   : "+&v"(acc[0][r]), "+v"(acc[V - 1][r])
+                   : "m"(x), "v"(w[0]), "v"(w[V - 1]));
+    } else if constexpr (V == 2) {
       asm volatile("vbroadcastss %2, %%zmm31\n\tvfmadd231ps %3, %%zmm31, %0\n\tvfmadd231ps %4, %%zmm31, %1"
                    : "+&v"(acc[0][r]), "+v"(acc[1][r])
                    : "m"(x), "v"(w[0]), "v"(w[1])

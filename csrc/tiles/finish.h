@@ -21,6 +21,7 @@ struct Finish {
   const Out* other = nullptr;
   int64_t other_stride = 0;
   bool clamp_last = false;
+  bool clamps = false;  // else low and high are not looked at
   float low = -std::numeric_limits<float>::infinity(), high = std::numeric_limits<float>::infinity();
   int64_t columns = 0;
 };
@@ -67,9 +68,11 @@ XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t column, const Colu
     for (int r = 0; r < R; ++r) x[r] = add(x[r], bias);
   }
   if (f.other != nullptr && f.clamp_last) add_other(f, column, columns, x);
-  const F low = set1(f.low), high = set1(f.high);
+  if (f.clamps) {
+    const F low = set1(f.low), high = set1(f.high);
 #pragma GCC unroll 14
-  for (int r = 0; r < R; ++r) x[r] = min(high, max(low, x[r]));
+    for (int r = 0; r < R; ++r) x[r] = min(high, max(low, x[r]));
+  }
   if (f.other != nullptr && !f.clamp_last) add_other(f, column, columns, x);
   Out* out = f.out + column;
 #pragma GCC unroll 14

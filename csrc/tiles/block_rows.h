@@ -1,0 +1,44 @@
+// Where a vector block finds its rows of A.
+#pragma once
+
+#include "tiles/layout.h"
+
+namespace xopt::XOPT_ISA {
+
+// R rows of floats from some k on, any distance apart: those of A itself need no copy. Of Share rows the first has a
+// register; the others, two at most, lie one and two distances on, which an address can say by itself.
+template <int R, int Share>
+class BlockRows {
+  static_assert(Share <= 3);
+
+ public:
+  XOPT_INLINE BlockRows(const void* a, int64_t step) : step_(step) {
+    const auto* row = static_cast<const uint8_t*>(a);
+#pragma GCC unroll 7
+    for (int i = 0; i < kPointers; ++i) at_[i] = row + Share * i * step;
+    hide();
+  }
+  XOPT_INLINE const float& at(int row, int k) const {
+    return *reinterpret_cast<const float*>(at_[row / Share] + row % Share * step_ + 4 * k);
+  }
+  static constexpr bool has_pointer(int row) { return row % Share == 0; }
+  XOPT_INLINE void advance(int count) {
+#pragma GCC unroll 7
+    for (int i = 0; i < kPointers; ++i) at_[i] += 4 * count;
+    hide();
+  }
+
+ private:
+  static constexpr int kPointers = (R + Share - 1) / Share;
+  // GCC would make a pointer of each row, or an index of each row and k, and keep half of these on the stack.
+  XOPT_INLINE void hide() {
+    asm("" : "+r"(step_));
+#pragma GCC unroll 7
+    for (int i = 0; i < kPointers; ++i) asm("" : "+r"(at_[i]));
+  }
+
+  const uint8_t* at_[kPointers];
+  int64_t step_;
+};
+
+}  // namespace xopt::XOPT_ISA
