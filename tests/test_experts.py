@@ -131,9 +131,13 @@ def test_answers_of_nobody_and_keywords() -> None:
     source = source_of(mixtral)
     optimized = xopt.optimize(source, dtype=torch.float32)
     hidden, index, weights = routing(5)
-    index[3] = 5
-    ours = experts_of(optimized)(hidden, index, weights)
-    torch.testing.assert_close(ours, experts_of(source)(hidden, index, weights))
-    assert not ours[3].any()
     named = experts_of(optimized)(hidden, top_k_index=index, top_k_weights=weights)
-    torch.testing.assert_close(named, ours)
+    torch.testing.assert_close(named, experts_of(optimized)(hidden, index, weights))
+    index[3] = 5
+    try:
+        expected = experts_of(source)(hidden, index, weights)
+    except RuntimeError:
+        pytest.skip("this version of transformers has no number for nobody")
+    ours = experts_of(optimized)(hidden, index, weights)
+    torch.testing.assert_close(ours, expected)
+    assert not ours[3].any()

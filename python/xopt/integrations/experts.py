@@ -22,7 +22,7 @@ from xopt.modules.pattern import step
 from xopt.modules.product import is_for_torch
 from xopt.ops.fakes import FLOATING
 
-_MARKS = frozenset({"has_gate", "has_bias", "has_post_expert_norm", "is_transposed"})
+_MARKS = frozenset({"has_gate", "has_bias", "is_transposed"})
 
 _linear = torch.ops.xopt.linear.default
 
@@ -108,7 +108,7 @@ def experts(module: Any, hidden_states: torch.Tensor, index: torch.Tensor, weigh
             inside = _product(module, up, expert, inputs[own], result_dtype(hidden_states))
             inside = module._apply_gate(inside) if module.has_gate else module.act_fn(inside)
             answer = _product(module, down, expert, inside, torch.float32)
-            if module.has_post_expert_norm:
+            if getattr(module, "has_post_expert_norm", False):  # a mark that not all versions set
                 answer = module.post_expert_norm(answer)
             total.index_add_(0, tokens[own], answer * counted[own])
         first += count
