@@ -278,6 +278,32 @@ def test_a_weight_that_stands_on_the_left(recorded: bool, dtype: torch.dtype) ->
     assert {str(op) for op in counter.get_flop_counts()["Global"]} == {"xopt.linear"}
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+@torch.no_grad()
+def test_a_mask_of_a_number_that_scores_cannot_hold(recorded: bool) -> None:
+    """As in DeBERTa: a bias widens the queries, whose dtype's least number is what scores are filled with."""
+
+    class Widened(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+            self.bias = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            if not recorded and float(x.sum()) > 1e9:
+                return x
+            query = self.query(x) + self.bias
+            scores = query @ self.key(x).transpose(1, 2)
+            weights: Tensor = scores.masked_fill(mask, torch.finfo(query.dtype).min).softmax(-1)
+            return weights
+
+    torch.manual_seed(0)
+    source = Widened().eval()
+    optimized = xopt.optimize(source, dtype=torch.bfloat16)
+    x, mask = 0.1 * torch.randn(2, 12, WIDTH), torch.ones(12, 12).triu(1).bool()
+    assert torch.allclose(optimized(x, mask), source(x, mask), atol=0.05)
+
+
 def test_switch() -> None:
     config = xopt.Config(multiply_activations=False)
     optimized = xopt.optimize(Mixer(transposed_left).eval(), dtype=torch.float32, config=config)
