@@ -5,6 +5,7 @@ Beside that each has to show what of its blocks is fused, since a model whose fo
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -108,9 +109,21 @@ CASES = {
 }
 
 
+def calls_torchscript(name: str) -> bool:
+    """As DeBERTa's attention does in some versions of transformers: nobody sees into a function that torch.jit.script
+    has made, so the layers that call it run as they are, with packed weights."""
+    modules = {"deberta": "deberta.modeling_deberta", "deberta 2": "deberta_v2.modeling_deberta_v2"}
+    if name not in modules:
+        return False
+    values = vars(importlib.import_module(f"transformers.models.{modules[name]}")).values()
+    return any(isinstance(value, torch.jit.ScriptFunction) for value in values)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_less_exact_than_torch_and_fused(name: str) -> None:
     make, expected, inputs, output = CASES[name]
+    if calls_torchscript(name):
+        expected = expected - {"attention", "merged linear", "linear+add+layer_norm"}
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

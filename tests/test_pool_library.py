@@ -144,8 +144,9 @@ def test_the_bound_holds_and_kept_memory_makes_room_for_what_is_wanted() -> None
             free(block)
             free(beside)
         fits = counters()["refused"] == refused
-        large = malloc(65 * MB)
-        fill(large, 65 * MB, 3)
+        too_much = limit - counters()["live"] + MB
+        large = malloc(too_much)
+        fill(large, too_much, 3)
         now = counters()
         print(json.dumps([most <= limit, fits, now["refused"] - refused, now["live"] + now["cached"] <= limit]))
         free(large)
