@@ -53,6 +53,7 @@ struct FmaBlock {
   static constexpr int64_t kStride = 384 + 16;
   static constexpr int32_t kOffset = 0;
   static constexpr int64_t kChainTiles = 128 / kTileK;  // for accuracy, as in block_avx512.h
+  static constexpr int kUnrolled = 4;                   // rows of a tile
   struct Scope {};
   template <int R>
   using ARows = BlockRows<R, 3>;
@@ -79,23 +80,6 @@ struct FmaBlock {
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
   }
 
-  template <int R, int V>
-  static XOPT_INLINE void multiply_tile(const uint8_t* b, ARows<R>& a, F (&acc)[V][R]) {
-    constexpr int kUnrolled = 4;
-    for (int j = 0; j < kTileRows; j += kUnrolled, b += 64 * kUnrolled) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kUnrolled; ++i) multiply_k(b + 64 * i, a, i, acc);
-      a.advance(kUnrolled * Weight::kGroup);
-    }
-  }
-  template <int R, int V>
-  static XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, ARows<R>& a, F (&acc)[V][R]) {
-    for (int64_t j = 0; j < rows; ++j) {
-      multiply_k(b + 64 * j, a, 0, acc);
-      a.advance(Weight::kGroup);
-    }
-  }
-  // A row of a tile of weights, and as many k of A, the `row`th of those that `a` is at.
   template <int R, int V>
   static XOPT_INLINE void multiply_k(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
     // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
@@ -142,11 +126,11 @@ struct FmaBlock {
     const int64_t whole = end == call.k_tiles && call.last_rows < kTileRows ? end - 1 : end;
     for (const uint8_t* stop = b + (whole - begin) * 2 * kTileBytes; b != stop; b += 2 * kTileBytes) {
       if (column == 0) between.step();
-      multiply_tile(b, a, acc);
+      multiply_tile<FmaBlock, kUnrolled>(b, a, acc);
     }
     if (whole < end) {
       if (column == 0) between.step();
-      multiply_rows(call.last_rows, b, a, acc);
+      multiply_rows<FmaBlock>(call.last_rows, b, a, acc);
     }
     float* sums = static_cast<float*>(call.acc) + column;
     asm("" : "+r"(sums));  // GCC would keep each row's address on the stack

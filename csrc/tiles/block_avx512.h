@@ -67,6 +67,8 @@ struct FmaBlock {
   static constexpr int32_t kOffset = 0;
   // Sums of this many products, added up: one chain of all would round three times as badly where K is in the thousands.
   static constexpr int64_t kChainTiles = 128 / kTileK;
+  // Rows of a tile. More would not stay in the cache of decoded instructions.
+  static constexpr int kUnrolled = kTileRows / Weight::kGroup;
   struct Scope {};
   template <int R>
   using ARows = BlockRows<R, 2>;
@@ -98,11 +100,11 @@ struct FmaBlock {
       const int64_t whole = end == call.k_tiles && call.last_rows < kTileRows ? end - 1 : end;
       for (const uint8_t* stop = b + (whole - begin) * 2 * kTileBytes; b != stop; b += 2 * kTileBytes) {
         between.step();
-        multiply_tile(b, a, acc);
+        multiply_tile<FmaBlock, kUnrolled>(b, a, acc);
       }
       if (whole < end) {
         between.step();
-        multiply_rows(call.last_rows, b, a, acc);
+        multiply_rows<FmaBlock>(call.last_rows, b, a, acc);
       }
       float* sums = static_cast<float*>(call.acc);
       asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
@@ -127,23 +129,7 @@ struct FmaBlock {
   }
 
   template <int R, int V>
-  static XOPT_INLINE void multiply_tile(const uint8_t* b, ARows<R>& a, F (&acc)[V][R]) {
-    constexpr int kUnrolled = kTileRows / Weight::kGroup;  // more would not stay in the cache of decoded instructions
-    for (int j = 0; j < kTileRows; j += kUnrolled, b += 64 * kUnrolled) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kUnrolled; ++i) multiply_row(b + 64 * i, a, i, acc);
-      a.advance(kUnrolled * Weight::kGroup);
-    }
-  }
-  template <int R, int V>
-  static XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, ARows<R>& a, F (&acc)[V][R]) {
-    for (int64_t j = 0; j < rows; ++j) {
-      multiply_row(b + 64 * j, a, 0, acc);
-      a.advance(Weight::kGroup);
-    }
-  }
-  template <int R, int V>
-  static XOPT_INLINE void multiply_row(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
+  static XOPT_INLINE void multiply_k(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
     prefetch_step(b);
 #pragma GCC unroll 2
     for (int g = 0; g < Weight::kGroup; ++g) {
@@ -161,15 +147,17 @@ struct FmaBlock {
   // one with its load, unless the address has an index; with all rows so the loads would be what takes longest.
   template <int R, int V>
   static XOPT_INLINE void multiply_value(const float& x, const F (&w)[V], int r, F (&acc)[V][R]) {
-    if (V == 2 && ARows<R>::has_pointer(r)) {
-      asm volatile("vfmadd231ps %2%{1to16%}, %3, %0\n\tvfmadd231ps %2%{1to16%}, %4, %1"
-                   : "+&v"(acc[0][r]), "+v"(acc[V - 1][r])
-                   : "m"(x), "v"(w[0]), "v"(w[V - 1]));
-    } else if constexpr (V == 2) {
-      asm volatile("vbroadcastss %2, %%zmm31\n\tvfmadd231ps %3, %%zmm31, %0\n\tvfmadd231ps %4, %%zmm31, %1"
-                   : "+&v"(acc[0][r]), "+v"(acc[1][r])
-                   : "m"(x), "v"(w[0]), "v"(w[1])
-                   : "xmm31");
+    if constexpr (V == 2) {
+      if (ARows<R>::has_pointer(r)) {
+        asm volatile("vfmadd231ps %2%{1to16%}, %3, %0\n\tvfmadd231ps %2%{1to16%}, %4, %1"
+                     : "+&v"(acc[0][r]), "+v"(acc[1][r])
+                     : "m"(x), "v"(w[0]), "v"(w[1]));
+      } else {
+        asm volatile("vbroadcastss %2, %%zmm31\n\tvfmadd231ps %3, %%zmm31, %0\n\tvfmadd231ps %4, %%zmm31, %1"
+                     : "+&v"(acc[0][r]), "+v"(acc[1][r])
+                     : "m"(x), "v"(w[0]), "v"(w[1])
+                     : "xmm31");
+      }
     } else {
       acc[0][r] = fma(set1(x), w[0], acc[0][r]);
     }

@@ -1,7 +1,8 @@
-// Where a vector block finds its rows of A.
+// Where a vector block finds its rows of A, and its loops over a tile of weights.
 #pragma once
 
 #include "tiles/layout.h"
+#include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {
 
@@ -40,5 +41,24 @@ class BlockRows {
   const uint8_t* at_[kPointers];
   int64_t step_;
 };
+
+// Adds the products of a tile. Block::multiply_k does those of a row of it, and of as many k of A, the `row`th of those
+// that `a` is at: multiply_k(b, a, row, acc).
+template <class Block, int Unrolled, class Rows, int V, int R>
+XOPT_INLINE void multiply_tile(const uint8_t* b, Rows& a, F (&acc)[V][R]) {
+  for (int j = 0; j < kTileRows; j += Unrolled, b += 64 * Unrolled) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Unrolled; ++i) Block::multiply_k(b + 64 * i, a, i, acc);
+    a.advance(Unrolled * Block::kTileK / kTileRows);
+  }
+}
+// Of a tile's first rows.
+template <class Block, class Rows, int V, int R>
+XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, Rows& a, F (&acc)[V][R]) {
+  for (int64_t j = 0; j < rows; ++j) {
+    Block::multiply_k(b + 64 * j, a, 0, acc);
+    a.advance(Block::kTileK / kTileRows);
+  }
+}
 
 }  // namespace xopt::XOPT_ISA
