@@ -7,6 +7,7 @@ somebody has explained, ends the recording with `CannotRecord`.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import sys
 import threading
@@ -238,16 +239,16 @@ class _Method:
                 if name == "view":  # its source was a view of what an optimized convolution has left in another layout
                     name = "reshape"
                 elif name == "masked_fill" and len(args) == 2:  # the lowest of fp32, where autocast makes bf16
-                    args = (args[0], _within(symbol._example.dtype, args[1]))
+                    args = (args[0], within(symbol._example.dtype, args[1]))
                 else:
                     raise
                 example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
         return recorder.record("call_method", name, (symbol, *args), kwargs, example)
 
 
-def _within(dtype: torch.dtype, value: Any) -> Any:
-    """The number of a dtype that is closest to this one."""
-    if not isinstance(value, float) or not dtype.is_floating_point:
+def within(dtype: torch.dtype, value: Any) -> Any:
+    """The finite number of a dtype that is closest to this one, if it is a finite one."""
+    if not isinstance(value, float) or not math.isfinite(value) or not dtype.is_floating_point:
         return value
     return max(torch.finfo(dtype).min, min(torch.finfo(dtype).max, value))
 

@@ -7,21 +7,17 @@ model, all of it in bf16, fills in the least number of bf16: so does this.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from xopt.graph.symbol import within
 from xopt.modules.substitute import are_plain, in_place_of
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 @in_place_of(torch.masked_fill, torch.Tensor.masked_fill, switch="multiply_activations")
 def _masked_fill_of_torch(input: Any, mask: Any, value: Any, *rest: Any, **named: Any) -> Any:
-    if rest or named or type(value) is not float or not are_plain(input, mask) or input.dtype not in _NARROW:
+    if rest or named or not are_plain(input, mask) or input.dtype not in (torch.bfloat16, torch.float16):
         return NotImplemented
-    most = torch.finfo(input.dtype).max
-    if not math.isfinite(value) or abs(value) <= most:
-        return NotImplemented
-    return input.masked_fill(mask, math.copysign(most, value))
+    held = within(input.dtype, value)
+    return NotImplemented if held is value else input.masked_fill(mask, held)
