@@ -141,3 +141,5 @@ def test_answers_of_nobody_and_keywords() -> None:
     ours = experts_of(optimized)(hidden, index, weights)
     torch.testing.assert_close(ours, expected)
     assert not ours[3].any()
+    named = experts_of(optimized)(hidden, top_k_index=index, top_k_weights=weights)
+    torch.testing.assert_close(named, ours)
