@@ -1,13 +1,12 @@
 // Depthwise convolutions. See conv.h.
 // isa: scalar avx2 avx512 avx512_bf16
 //
-// A thread goes down output lines with a chunk of channels whose weights, as floats, stay in L1. The input lines under the
-// kernel are copied to floats, with their padding, and each copy serves all output lines that it lies under; so what is
-// outside needs no look, and a bf16 value is converted once and not once for each position of the kernel. Floats are only
-// copied at borders. In a line, eight neighbouring outputs of a vector of channels are summed in registers
-// (depthwise_sums.h), where simple epilogues are done as well; for others, sums of a few positions go through the epilogue
-// of the GEMM family. int8 goes the same way in 32-bit integers, from which the zero points are taken on their way into
-// the copies.
+// A thread goes down output lines with a chunk of channels so narrow that the input lines under the kernel stay in L1: each
+// serves all output lines that it lies under, and in the order of memory would come from L2 for each of them. A line's
+// outputs are summed eight at a time in registers (depthwise_sums.h), where simple epilogues are done as well; for others,
+// sums of a few positions go through the epilogue of the GEMM family. Floats are read where they are. Input lines of other
+// dtypes are copied to floats, each once; int8 goes the same way in 32-bit integers, from which the zero points are taken
+// on their way into the copies.
 #include <type_traits>
 
 #include "kernels/column_values.h"
@@ -23,8 +22,7 @@ namespace xopt::XOPT_ISA {
 namespace {
 
 constexpr int64_t kStripRows = 2 * kOutputs;   // outputs of a line that go to the epilogue together, unless tuned
-constexpr int64_t kWeightBytes = 16 << 10;     // of a chunk, as floats
-constexpr int64_t kLineBytes = 256 << 10;      // of a chunk's copied lines
+constexpr int64_t kChunkBytes = 48 << 10;      // of a chunk's weights and the lines under the kernel
 constexpr int64_t kProductsOfAThread = 32768;  // fewer are not worth waking another thread
 
 // The weights of 16 channels, a tile's, at one position: a row of the tile, in which some positions lie side by side.
@@ -79,6 +77,10 @@ XOPT_INLINE F load_rounded(const In* p, int64_t count) {
 template <class Round, class In>
 XOPT_INLINE void copy_pixel(const In* x, int64_t count, int32_t, float* to) {
   int64_t c = 0;
+  for (; c + kPanelColumns <= count; c += kPanelColumns) {
+#pragma GCC unroll 4
+    for (int64_t i = c; i < c + kPanelColumns; i += kWidth) store(to + i, load_rounded<In, Round>(x + i, kWidth));
+  }
   for (; c + kWidth <= count; c += kWidth) store(to + c, load_rounded<In, Round>(x + c, kWidth));
   if (c < count) store(to + c, load_rounded<In, Round>(x + c, count - c));
 }
@@ -105,58 +107,20 @@ struct DepthwisePlan {
     if (call.tuning.chunk_rows == TunedRows::twice) strip_rows = kStripRows * 2;
     positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
     slots = v.kernel[0] * v.kernel[1];
-    // What eight outputs at a time read: the last ones of a strip overlap those before them or, in a strip that has less
-    // than eight, end behind the line.
-    const int64_t last_strip = v.out[2] % strip_rows;
-    const int64_t outputs = last_strip == 0 ? v.out[2] : v.out[2] - last_strip + maximum(last_strip, kOutputs);
-    width = (outputs - 1) * v.stride[2] + v.dilation[2] * (v.kernel[2] - 1) + 1;
     const int64_t panel_bytes = kPanelColumns * static_cast<int64_t>(sizeof(float));
-    const int64_t fitting =
-        minimum(kWeightBytes / (positions * panel_bytes), kLineBytes / (slots * width * panel_bytes));
+    const int64_t fitting = kChunkBytes / ((slots * v.in[2] + positions) * panel_bytes);
     int64_t panels = minimum(kMostStripPanels, maximum<int64_t>(1, fitting));
     // Equal chunks: a small last one costs as much beside its products as a large one.
     const int64_t all = ceil_div(v.channels, kPanelColumns);
     panels = ceil_div(all, ceil_div(all, panels));
     if (call.tuning.chunk_panels > 0) panels = minimum<int64_t>(call.tuning.chunk_panels, kMostStripPanels);
-    find_borders(v);
     chunk = panels * kPanelColumns;
     pitch = chunk + kTileColumns;  // an odd number of cache lines, so that pixels do not fall into the same sets of L1
   }
-  // The first of the eight outputs at a time that hold a strip's `row`; the last eight overlap those before them, where
-  // there are any.
-  static int64_t first_of_eight(int64_t row, int64_t rows) {
-    return maximum<int64_t>(0, minimum(row, rows - kOutputs));
-  }
-  // Whether eight outputs of a line from w on read nothing outside of the image.
-  static bool reads_inside(const PatchesView& v, int64_t w) {
-    const int64_t first = w * v.stride[2] - v.padding[2];
-    return first >= 0 && first + reach(v) <= v.in[2];
-  }
 
-  int64_t positions, slots, width;
-  int64_t left_end = 0, right_begin;  // positions of a line between which only outputs read that are inside
+  int64_t positions, slots;
   int64_t strip_rows = kStripRows;
   int64_t chunk, pitch;  // channels of a chunk, and elements from a pixel of a copied line to the next
-
- private:
-  static int64_t reach(const PatchesView& v) {
-    return (kOutputs - 1) * v.stride[2] + v.dilation[2] * (v.kernel[2] - 1) + 1;
-  }
-  void find_borders(const PatchesView& v) {
-    right_begin = width;
-    for (int64_t w = 0; w < v.out[2]; w += strip_rows) {
-      const int64_t rows = minimum(strip_rows, v.out[2] - w);
-      for (int64_t row = 0; row < rows; row += kOutputs) {
-        const int64_t start = w + first_of_eight(row, rows), from = start * v.stride[2];
-        if (reads_inside(v, start)) continue;
-        if (from < v.padding[2]) {
-          left_end = maximum(left_end, from + reach(v));
-        } else {
-          right_begin = minimum(right_begin, from);
-        }
-      }
-    }
-  }
 };
 
 template <class In, class Round, class Value>
@@ -173,12 +137,11 @@ class DepthwiseThread {
         plan_(plan),
         finishes_(ValueVector<Value>::kFloats && is_simple(call.epilogue)),
         outputs_(select_outputs<Value>(call.input, call.epilogue, finishes_)),
-        sums_(static_cast<size_t>(plan.chunk * plan.strip_rows) * sizeof(Value)),
+        sums_(static_cast<size_t>(finishes_ ? 0 : plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
-        lines_(static_cast<size_t>(plan.slots * plan.width * plan.pitch) * sizeof(Value)),
+        copies_(static_cast<size_t>(copies_lines() ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Value)),
         held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
-        copies_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Value>)),
-        in_place_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Value>)) {}
+        lines_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Value>)) {}
 
   void run(int64_t image, int64_t channel, int64_t line) {
     if (image != image_ || channel != channel_) begin_chunk(image, channel);
@@ -187,18 +150,15 @@ class DepthwiseThread {
     depths_ = Inside(first_depth_, v_.kernel[0], v_.dilation[0], v_.in[0]);
     heights_ = Inside(first_height_, v_.kernel[1], v_.dilation[1], v_.in[1]);
     find_lines();
+    const int64_t row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2];
+    if (finishes_) return sum_outputs(0, v_.out[2], row);
     for (int64_t w = 0; w < v_.out[2]; w += plan_.strip_rows) {
       const int64_t rows = minimum(plan_.strip_rows, v_.out[2] - w);
-      for (int64_t row = 0; row < rows; row += kOutputs) {
-        const int64_t start = DepthwisePlan::first_of_eight(row, rows);
-        const int64_t out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w + start;
-        sum_outputs(w + start, start, out_row, rows - start);
-      }
-      if (finishes_) continue;
+      sum_outputs(w, rows, row);
       EpilogueStrip strip = strip_;
       strip.acc = sums_.as<Value>();
       strip.acc_panel_stride = plan_.strip_rows * kPanelColumns;
-      strip.row = strip.out_row = (image * v_.out[0] * v_.out[1] + line) * v_.out[2] + w;
+      strip.row = strip.out_row = row + w;
       epilogue_(epilogue_call_, strip, 0, rows);
     }
   }
@@ -216,11 +176,22 @@ class DepthwiseThread {
     strip_.column = channel;
     strip_.columns = columns_;
     reads_input_ = kCouldReadInput && columns_ % kWidth == 0;
-    for (int64_t position = 0; position < plan_.positions; ++position) {
-      for (int64_t c = 0; c < padded; c += kTileColumns) {
-        tile_weights(call_.weight, channel + c, position, weights_.as<Value>() + position * plan_.chunk + c);
+    if (weights_in_place()) return;
+    Value* to = weights_.as<Value>();
+    for (int64_t c = 0; c < padded; c += kTileColumns) {
+      for (int64_t position = 0; position < plan_.positions; ++position, to += kTileColumns) {
+        tile_weights(call_.weight, channel + c, position, to);
       }
     }
+  }
+
+  // Floats that are one tile high are what copies would be.
+  bool weights_in_place() const {
+    return std::is_same_v<Value, float> && call_.weight.dtype == DType::f32 && call_.weight.k_tiles == 1;
+  }
+  const Value* weights() const {
+    if (!weights_in_place()) return weights_.as<Value>();
+    return reinterpret_cast<const Value*>(call_.weight.panel_data + channel_ / kPanelColumns * 2 * kTileBytes);
   }
 
   // Lines that are needed together never have the same place, and one keeps its place for the next output line unless the
@@ -229,76 +200,60 @@ class DepthwiseThread {
     return v_.dilation[dim] == 1 ? place % v_.kernel[dim] : position;
   }
 
-  // The lines of the kernel that lie inside, with copies of the input lines under them.
+  // The lines of the kernel that lie inside, with the input lines under them.
   void find_lines() {
     line_count_ = 0;
     for (int64_t d = depths_.begin; d < depths_.end; ++d) {
       for (int64_t h = heights_.begin; h < heights_.end; ++h) {
         const int64_t depth = first_depth_ + d * v_.dilation[0], height = first_height_ + h * v_.dilation[1];
-        const int64_t slot = slot_of(0, depth, d) * v_.kernel[1] + slot_of(1, height, h);
-        Value* copy = lines_.as<Value>() + slot * plan_.width * plan_.pitch;
-        int64_t& held = held_.as<int64_t>()[slot];
-        if (held != depth * v_.in[1] + height) {
-          held = depth * v_.in[1] + height;
-          copy_line(depth, height, copy);
-        }
-        const Value* weights = weights_.as<Value>() + (d * v_.kernel[1] + h) * v_.kernel[2] * plan_.chunk;
-        copies_.as<KernelLine<Value>>()[line_count_] = {copy, weights};
-        if constexpr (kCouldReadInput) {
-          in_place_.as<KernelLine<Value>>()[line_count_] = {input_line(depth, height), weights};
-        }
-        ++line_count_;
+        const Value* weights = this->weights() + (d * v_.kernel[1] + h) * v_.kernel[2] * kTileColumns;
+        lines_.as<KernelLine<Value>>()[line_count_++] = {line_values(depth, height, d, h), weights};
       }
     }
   }
 
-  const In* input_line(int64_t depth, int64_t height) const {
-    return static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
-           height * v_.in_stride[1] + channel_;
-  }
-
-  void copy_line(int64_t depth, int64_t height, Value* line) const {
-    const In* from = input_line(depth, height);
-    for (int64_t i = 0; i < plan_.width; ++i) {
-      if (reads_input_ && i == plan_.left_end) i = maximum(i, plan_.right_begin);
-      if (i == plan_.width) break;
-      const int64_t w = i - v_.padding[2];
-      const bool inside = w >= 0 && w < v_.in[2];
-      Value* to = line + i * plan_.pitch;
-      if (inside) {
-        copy_pixel<Round>(from + w * v_.in_stride[2], columns_, v_.zero, to);
-      } else {
-        for (int64_t c = 0; c < columns_; c += kWidth) store_value(to + c, Vector::zero());
+  const Value* line_values(int64_t depth, int64_t height, int64_t d, int64_t h) {
+    const In* line = static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
+                     height * v_.in_stride[1] + channel_;
+    if constexpr (kCouldReadInput) {
+      if (reads_input_) return line;
+    }
+    const int64_t slot = slot_of(0, depth, d) * v_.kernel[1] + slot_of(1, height, h);
+    Value* copy = copies_.as<Value>() + slot * v_.in[2] * plan_.pitch;
+    int64_t& held = held_.as<int64_t>()[slot];
+    if (held != depth * v_.in[1] + height) {
+      held = depth * v_.in[1] + height;
+      Value* to = copy;
+      for (int64_t w = 0; w < v_.in[2]; ++w, line += v_.in_stride[2], to += plan_.pitch) {
+        copy_pixel<Round>(line, columns_, v_.zero, to);
       }
     }
+    return copy;
   }
 
-  // Eight outputs of the line from w on, of which there may be less; the first is the strip's `row`.
-  void sum_outputs(int64_t w, int64_t row, int64_t out_row, int64_t outputs) const {
+  // Some outputs of a line, from w on; `row` is the output's that the line's first is.
+  void sum_outputs(int64_t w, int64_t outputs, int64_t row) const {
     OutputsCall<Value> call{};
+    call.lines = lines_.as<KernelLine<Value>>();
     call.line_count = line_count_;
-    if (reads_input_ && DepthwisePlan::reads_inside(v_, w)) {
-      call.lines = in_place_.as<KernelLine<Value>>();
-      call.pitch = v_.in_stride[2];
-      call.first = (w * v_.stride[2] - v_.padding[2]) * call.pitch;
-    } else {
-      call.lines = copies_.as<KernelLine<Value>>();
-      call.pitch = plan_.pitch;
-      call.first = w * v_.stride[2] * call.pitch;
-    }
+    call.first = w * v_.stride[2] - v_.padding[2];
+    call.positions = v_.in[2];
+    call.pitch = reads_input_ ? v_.in_stride[2] : plan_.pitch;
     call.stride = v_.stride[2];
     call.dilation = v_.dilation[2];
     call.kernel = v_.kernel[2];
-    call.weight_step = plan_.chunk;
+    call.weight_step = weights_in_place() ? kTileRows * kTileColumns : plan_.positions * kTileColumns;
     call.columns = columns_;
     call.outputs = outputs;
-    call.sums = sums_.as<Value>() + row * kPanelColumns;
+    call.sums = sums_.as<Value>();
     call.panel_step = plan_.strip_rows * kPanelColumns;
     call.epilogue = &call_.epilogue;
     call.strip = &strip_;
-    call.row = out_row;
+    call.row = row + w;
     outputs_(call);
   }
+
+  bool copies_lines() const { return !kCouldReadInput || v_.channels % kWidth != 0; }
 
   const ConvCall& call_;
   const PatchesView& v_;
@@ -309,8 +264,8 @@ class DepthwiseThread {
   const DepthwisePlan& plan_;
   const bool finishes_;  // outputs are finished as they are summed
   OutputsFn<Value>* const outputs_;
-  const Scratch sums_, weights_, lines_, held_, copies_, in_place_;
-  bool reads_input_ = false;  // but at borders
+  const Scratch sums_, weights_, copies_, held_, lines_;
+  bool reads_input_ = false;  // and no copies of its lines
   int64_t line_count_ = 0;
   int64_t image_ = -1, channel_ = -1, columns_ = 0;
   int64_t first_depth_ = 0, first_height_ = 0;  // where the kernel begins

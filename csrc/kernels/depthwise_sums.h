@@ -1,8 +1,9 @@
-// Eight neighbouring outputs of a line of a depthwise convolution, for some channels, out of lines or copies of them.
+// Neighbouring outputs of a line of a depthwise convolution, for some channels, out of lines or copies of them.
 //
-// A weight is loaded once for eight products. Where the kernel is one that most models have (3 or 5 wide, not dilated),
-// so is a value of a line for all outputs that it lies under: 10 loads in place of 24 for a line of a 3 x 3 kernel. The
-// core can load as many vectors as it can multiply, so that these loads were what took the time.
+// Eight outputs at a time are summed in registers, a vector of channels after the other, and a weight is loaded once for
+// eight products. Where the kernel is one that most models have (3, 5 or 7 wide, not dilated), so is a value of a line for all
+// outputs that it lies under: 10 loads in place of 24 for a line of a 3 x 3 kernel. The core can load as many vectors as it
+// can multiply, so that these loads were what took the time.
 #pragma once
 
 #include "kernels/conv.h"
@@ -32,12 +33,25 @@ XOPT_INLINE void store_value(float* p, F x) { store(p, x); }
 XOPT_INLINE void store_value(int32_t* p, I x) { store_int(p, x); }
 XOPT_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }
 XOPT_INLINE I multiply_add(I a, I b, I c) { return add_int(mul_int(a, b), c); }
+// GCC would let each product load its value by itself.
+XOPT_INLINE void load_once(F& x) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+  asm("" : "+v"(x));
+#else
+  asm("" : "+x"(x));
+#endif
+}
+
+// Where eight outputs begin that hold output w; the last eight overlap those before them, where there are any.
+XOPT_INLINE int64_t first_of_eight(int64_t w, int64_t outputs) {
+  return maximum<int64_t>(0, minimum(w, outputs - kOutputs));
+}
 
 // A line of the kernel, and the input line that lies under it, or its copy.
 template <class Value>
 struct KernelLine {
-  const Value* values;
-  const Value* weights;
+  const Value* values;   // of the line's first position
+  const Value* weights;  // of 16 channels at each of the kernel's positions, one after the other
 };
 
 // All distances are in elements.
@@ -45,13 +59,15 @@ template <class Value>
 struct OutputsCall {
   const KernelLine<Value>* lines;
   int64_t line_count;
-  int64_t first;                // from a line's beginning to what the first output reads first
-  int64_t pitch;                // from a position of a line to the next
-  int64_t stride, dilation;     // in positions
-  int64_t kernel, weight_step;  // positions of a kernel's line, and from one's weights to the next's
-  int64_t columns;              // channels
-  int64_t outputs;              // that there are of the eight
-  // Either where sums go, panel by panel, or what they become.
+  int64_t first;             // the position, maybe outside of the line, where the first output's kernel begins
+  int64_t positions;         // of a line; what lies under others is zero
+  int64_t pitch;             // from a position of a line to the next
+  int64_t stride, dilation;  // in positions
+  int64_t kernel;            // positions of a kernel's line
+  int64_t weight_step;       // from 16 channels' weights to those of the next
+  int64_t columns;           // channels
+  int64_t outputs;
+  // Either where sums go, panel by panel, or what they become. Of less than eight outputs, eight have sums.
   Value* sums;
   int64_t panel_step;
   const Epilogue* epilogue;
@@ -61,34 +77,89 @@ struct OutputsCall {
 template <class Value>
 using OutputsFn = void(const OutputsCall<Value>& call);
 
-// For the vector of channels from c on. K positions and stride S: known here, with no dilation; 0: not known.
+// Positions of a line under eight outputs.
+template <int64_t K, int64_t S>
+inline constexpr int64_t kPositions = (kOutputs - 1) * S + K;
+
+// Which of the next positions are inside: a bit each.
+template <class Value>
+XOPT_INLINE uint32_t positions_inside(const OutputsCall<Value>& call, int64_t position, int64_t count) {
+  const int64_t begin = minimum(count, maximum<int64_t>(0, -position));
+  const int64_t end = maximum(begin, minimum(count, call.positions - position));
+  return static_cast<uint32_t>((uint64_t{1} << end) - (uint64_t{1} << begin));
+}
+
+// Adds the products of a line of the kernel, K positions and a stride S that are known here, with no dilation. Positions
+// of which `Checked` is true have to be in `inside`: a test and a jump for each, where a copy with zeros would be a load
+// and a store.
+template <int64_t K, int64_t S, bool Checked>
+XOPT_INLINE void add_line(const float* x, int64_t pitch, uint32_t inside, const float* weights, F (&acc)[kOutputs]) {
+  F weight[K];
+#pragma GCC unroll 8
+  for (int64_t p = 0; p < K; ++p) weight[p] = load(weights + p * kTileColumns);
+#pragma GCC unroll 32
+  for (int64_t i = 0; i < kPositions<K, S>; ++i, x += pitch) {
+    asm("" : "+r"(x));       // GCC would keep the places of all of them on the stack
+    asm("" : "+r"(inside));  // or the answers for all
+    if (Checked && (inside >> i & 1) == 0) continue;
+    F value = load(x);
+    load_once(value);
+#pragma GCC unroll 8
+    for (int64_t p = 0; p < K; ++p) {
+      const int64_t r = (i - p) / S;
+      if (i >= p && r * S == i - p && r < kOutputs) acc[r] = fma(value, weight[p], acc[r]);
+    }
+  }
+}
+
+// Likewise, of any kernel, from a position of the line on.
+template <class Value, class V>
+XOPT_INLINE void add_any_line(const OutputsCall<Value>& call, const Value* x, int64_t position, const Value* weights,
+                              V (&acc)[kOutputs]) {
+  const int64_t step = call.stride * call.pitch, last = position + (kOutputs - 1) * call.stride;
+  for (int64_t p = 0; p < call.kernel; ++p, weights += kTileColumns) {
+    const int64_t under = p * call.dilation;
+    const Value* at = x + under * call.pitch;
+    const V weight = load_value(weights);
+    if (position + under >= 0 && last + under < call.positions) {
+#pragma GCC unroll 8
+      for (int64_t r = 0; r < kOutputs; ++r) acc[r] = multiply_add(load_value(at + r * step), weight, acc[r]);
+      continue;
+    }
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < kOutputs; ++r) {
+      const int64_t place = position + under + r * call.stride;
+      if (place >= 0 && place < call.positions) acc[r] = multiply_add(load_value(at + r * step), weight, acc[r]);
+    }
+  }
+}
+
+// Eight outputs whose kernels begin at `position` and, strides on, behind it.
+template <class Value>
+struct EightOutputs {
+  EightOutputs(const OutputsCall<Value>& call, int64_t output, int64_t count)
+      : position(call.first + output * call.stride),
+        values(position * call.pitch),
+        inside(positions_inside(call, position, count)) {}
+  int64_t position, values;  // values: from a line's first position
+  uint32_t inside;           // of `count` positions, a bit each
+};
+
+// Their sums for the vector of channels from c on. K and S: known here, with no dilation; 0: not known.
 template <int64_t K, int64_t S, class Value, class V>
-XOPT_INLINE void sum_outputs(const OutputsCall<Value>& call, int64_t c, V (&acc)[kOutputs]) {
+XOPT_INLINE void sum_outputs(const OutputsCall<Value>& call, const EightOutputs<Value>& outputs, int64_t c,
+                             V (&acc)[kOutputs]) {
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r) acc[r] = ValueVector<Value>::zero();
-  for (int64_t l = 0; l < call.line_count; ++l) {
-    const Value* x = call.lines[l].values + call.first + c;
-    const Value* weights = call.lines[l].weights + c;
-    if constexpr (K > 0) {
-      V weight[K];
-#pragma GCC unroll 8
-      for (int64_t p = 0; p < K; ++p) weight[p] = load_value(weights + p * call.weight_step);
-#pragma GCC unroll 32
-      for (int64_t i = 0; i < (kOutputs - 1) * S + K; ++i, x += call.pitch) {
-        const V value = load_value(x);
-#pragma GCC unroll 8
-        for (int64_t p = 0; p < K; ++p) {
-          const int64_t r = (i - p) / S;
-          if (i >= p && r * S == i - p && r < kOutputs) acc[r] = multiply_add(value, weight[p], acc[r]);
-        }
-      }
+  const int64_t x = outputs.values + c, weight = c / kTileColumns * call.weight_step + c % kTileColumns;
+  const KernelLine<Value>* end = call.lines + call.line_count;
+  for (const auto* line = call.lines; line != end; ++line) {
+    if constexpr (K == 0) {
+      add_any_line(call, line->values + x, outputs.position, line->weights + weight, acc);
+    } else if (outputs.inside == (uint64_t{1} << kPositions<K, S>)-1) {
+      add_line<K, S, false>(line->values + x, call.pitch, 0, line->weights + weight, acc);
     } else {
-      const int64_t step = call.stride * call.pitch;
-      for (int64_t p = 0; p < call.kernel; ++p, x += call.dilation * call.pitch, weights += call.weight_step) {
-        const V weight = load_value(weights);
-#pragma GCC unroll 8
-        for (int64_t r = 0; r < kOutputs; ++r) acc[r] = multiply_add(load_value(x + r * step), weight, acc[r]);
-      }
+      add_line<K, S, true>(line->values + x, call.pitch, outputs.inside, line->weights + weight, acc);
     }
   }
 }
@@ -96,29 +167,37 @@ XOPT_INLINE void sum_outputs(const OutputsCall<Value>& call, int64_t c, V (&acc)
 // Sums for an epilogue of its own.
 template <int64_t K, int64_t S, class Value>
 void store_outputs(const OutputsCall<Value>& call) {
-  for (int64_t c = 0; c < call.columns; c += kWidth) {
-    typename ValueVector<Value>::Type acc[kOutputs];
-    sum_outputs<K, S>(call, c, acc);
-    Value* sums = call.sums + c / kPanelColumns * call.panel_step + c % kPanelColumns;
+  for (int64_t w = 0; w < call.outputs; w += kOutputs) {
+    const int64_t first = first_of_eight(w, call.outputs);
+    const EightOutputs<Value> outputs(call, first, kPositions<K, S>);
+    for (int64_t c = 0; c < call.columns; c += kWidth) {
+      typename ValueVector<Value>::Type acc[kOutputs];
+      sum_outputs<K, S>(call, outputs, c, acc);
+      Value* sums = call.sums + c / kPanelColumns * call.panel_step + first * kPanelColumns + c % kPanelColumns;
 #pragma GCC unroll 8
-    for (int64_t r = 0; r < kOutputs; ++r) store_value(sums + r * kPanelColumns, acc[r]);
+      for (int64_t r = 0; r < kOutputs; ++r) store_value(sums + r * kPanelColumns, acc[r]);
+    }
   }
 }
 
 template <int64_t K, int64_t S, class Out>
 void finish_outputs(const OutputsCall<float>& call) {
   Finish<Out> finish = finish_of<Out>(*call.epilogue, *call.strip, call.row, call.row, 0);
-  for (int64_t c = 0; c < call.columns; c += kWidth) {
-    F acc[kOutputs];
-    sum_outputs<K, S>(call, c, acc);
-    if (call.outputs >= kOutputs) {
-      finish_rows(finish, c, acc);
-      continue;
-    }
-    Finish<Out> row = finish;
-    for (int64_t r = 0; r < call.outputs; ++r, row.out += row.out_stride, row.other += row.other_stride) {
-      F x[1] = {acc[r]};
-      finish_rows(row, c, x);
+  Out* const out = finish.out;
+  const Out* const other = finish.other;
+  for (int64_t w = 0; w < call.outputs; w += kOutputs) {
+    const int64_t first = first_of_eight(w, call.outputs);
+    const EightOutputs<float> outputs(call, first, kPositions<K, S>);
+    finish.out = out + first * finish.out_stride;
+    finish.other = other + first * finish.other_stride;
+    for (int64_t c = 0; c < call.columns; c += kWidth) {
+      F acc[kOutputs];
+      sum_outputs<K, S>(call, outputs, c, acc);
+      if (call.outputs >= kOutputs) {
+        finish_rows(finish, c, acc);
+      } else {
+        finish_rows(finish, c, acc, call.outputs);
+      }
     }
   }
 }
@@ -142,6 +221,7 @@ OutputsFn<Value>* select_outputs(const PatchesView& v, const Epilogue& e, bool f
     if (kernel == 3 && stride == 2) return outputs_fn_of<3, 2, Value>(e, finish);
     if (kernel == 5 && stride == 1) return outputs_fn_of<5, 1, Value>(e, finish);
     if (kernel == 5 && stride == 2) return outputs_fn_of<5, 2, Value>(e, finish);
+    if (kernel == 7 && stride == 1) return outputs_fn_of<7, 1, Value>(e, finish);
   }
   return outputs_fn_of<0, 0, Value>(e, finish);
 }

@@ -50,14 +50,16 @@ struct FirstColumns {
 };
 
 template <int R, class Out, class Columns>
-XOPT_INLINE void add_other(const Finish<Out>& f, int64_t column, const Columns& columns, F (&x)[R]) {
+XOPT_INLINE void add_other(const Finish<Out>& f, int64_t rows, int64_t column, const Columns& columns, F (&x)[R]) {
   const Out* other = f.other + column;
 #pragma GCC unroll 14
-  for (int r = 0; r < R; ++r, other += f.other_stride) x[r] = add(x[r], columns.read(other));
+  for (int r = 0; r < R; ++r, other += f.other_stride) {
+    if (r < rows) x[r] = add(x[r], columns.read(other));
+  }
 }
 
 template <int R, class Out, class Columns>
-XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t column, const Columns& columns, F (&x)[R]) {
+XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t column, const Columns& columns, F (&x)[R]) {
   const F bias = load(f.bias + column);
   if (f.scale != nullptr) {
     const F scale = load(f.scale + column);
@@ -67,26 +69,28 @@ XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t column, const Colu
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) x[r] = add(x[r], bias);
   }
-  if (f.other != nullptr && f.clamp_last) add_other(f, column, columns, x);
+  if (f.other != nullptr && f.clamp_last) add_other(f, rows, column, columns, x);
   if (f.clamps) {
     const F low = set1(f.low), high = set1(f.high);
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) x[r] = min(high, max(low, x[r]));
   }
-  if (f.other != nullptr && !f.clamp_last) add_other(f, column, columns, x);
+  if (f.other != nullptr && !f.clamp_last) add_other(f, rows, column, columns, x);
   Out* out = f.out + column;
 #pragma GCC unroll 14
-  for (int r = 0; r < R; ++r, out += f.out_stride) columns.write(out, x[r]);
+  for (int r = 0; r < R; ++r, out += f.out_stride) {
+    if (r < rows) columns.write(out, x[r]);
+  }
 }
 
-// R rows of the kWidth columns from `column` on.
+// R rows of the kWidth columns from `column` on, or the first of them.
 template <int R, class Out>
-XOPT_INLINE void finish_rows(const Finish<Out>& f, int64_t column, F (&x)[R]) {
+XOPT_INLINE void finish_rows(const Finish<Out>& f, int64_t column, F (&x)[R], int64_t rows = R) {
   const int64_t count = f.columns - column;
   if (count >= kWidth) {
-    finish_columns(f, column, AllColumns{}, x);
+    finish_columns(f, rows, column, AllColumns{}, x);
   } else {
-    finish_columns(f, column, FirstColumns{count}, x);
+    finish_columns(f, rows, column, FirstColumns{count}, x);
   }
 }
 
