@@ -180,7 +180,11 @@ class GemmThread {
         if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
       }
     } else if constexpr (Block::kFinishes && std::is_same_v<View, Merged>) {
-      if (std::is_same_v<typename Block::Round, float> && view_.dtype() == DType::f32) {
+      // Floats that are not rounded first, or pairs of bf16.
+      const bool as_is = std::is_same_v<A, Bf16>
+                             ? view_.dtype() == DType::bf16 && w_.k % 2 == 0
+                             : std::is_same_v<typename Block::Round, float> && view_.dtype() == DType::f32;
+      if (as_is) {
         const EvenRows rows = view_.even_rows(call_.m);
         if (plan_.rows_stay_in_l1(rows.step)) return rows;
       }

@@ -53,6 +53,7 @@ struct FmaBlock {
   static constexpr int64_t kStride = 384 + 16;
   static constexpr int32_t kOffset = 0;
   static constexpr int64_t kChainTiles = 128 / kTileK;  // for accuracy, as in block_avx512.h
+  static constexpr int kRowValues = Weight::kGroup;     // as there
   static constexpr int kUnrolled = 4;                   // rows of a tile
   struct Scope {};
   template <int R>

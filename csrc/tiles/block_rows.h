@@ -6,7 +6,7 @@
 
 namespace xopt::XOPT_ISA {
 
-// R rows of floats from some k on, any distance apart: those of A itself need no copy. Of Share rows the first has a
+// R rows of floats, or of what takes as much room, from some k on, any distance apart: those of A itself need no copy. Of Share rows the first has a
 // register; the others, two at most, lie one and two distances on, which an address can say by itself.
 template <int R, int Share>
 class BlockRows {
@@ -49,7 +49,7 @@ XOPT_INLINE void multiply_tile(const uint8_t* b, Rows& a, F (&acc)[V][R]) {
   for (int j = 0; j < kTileRows; j += Unrolled, b += 64 * Unrolled) {
 #pragma GCC unroll 16
     for (int i = 0; i < Unrolled; ++i) Block::multiply_k(b + 64 * i, a, i, acc);
-    a.advance(Unrolled * Block::kTileK / kTileRows);
+    a.advance(Unrolled * Block::kRowValues);
   }
 }
 // Of a tile's first rows.
@@ -57,7 +57,7 @@ template <class Block, class Rows, int V, int R>
 XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, Rows& a, F (&acc)[V][R]) {
   for (int64_t j = 0; j < rows; ++j) {
     Block::multiply_k(b + 64 * j, a, 0, acc);
-    a.advance(Block::kTileK / kTileRows);
+    a.advance(Block::kRowValues);
   }
 }
 
