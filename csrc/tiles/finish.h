@@ -52,6 +52,7 @@ struct FirstColumns {
 template <int R, class Out, class Columns>
 XOPT_INLINE void add_other(const Finish<Out>& f, int64_t rows, int64_t column, const Columns& columns, F (&x)[R]) {
   const Out* other = f.other + column;
+  asm("" : "+r"(other));  // GCC would keep a place for each row, in memory
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r, other += f.other_stride) {
     if (r < rows) x[r] = add(x[r], columns.read(other));
@@ -77,6 +78,7 @@ XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t colu
   }
   if (f.other != nullptr && !f.clamp_last) add_other(f, rows, column, columns, x);
   Out* out = f.out + column;
+  asm("" : "+r"(out));
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r, out += f.out_stride) {
     if (r < rows) columns.write(out, x[r]);
