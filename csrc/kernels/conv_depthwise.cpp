@@ -4,9 +4,9 @@
 // A thread goes down output lines with a chunk of channels so narrow that the input lines under the kernel stay in L1: each
 // serves all output lines that it lies under, and in the order of memory would come from L2 for each of them. A line's
 // outputs are summed eight at a time in registers (depthwise_sums.h), where simple epilogues are done as well; for others,
-// sums of a few positions go through the epilogue of the GEMM family. Floats are read where they are. Input lines of other
-// dtypes are copied to floats, each once; int8 goes the same way in 32-bit integers, from which the zero points are taken
-// on their way into the copies.
+// sums of a few positions go through the epilogue of the GEMM family. Input lines are read where they are, unless they are
+// rounded first or their last channels fill no vector: then each is copied once. int8 is copied to 32-bit integers, from
+// which the zero points are taken on their way.
 #include <type_traits>
 
 #include "kernels/column_values.h"
@@ -16,6 +16,7 @@
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
 #include "runtime/shared_parts.h"
+#include "tiles/copy.h"
 #include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {
@@ -74,19 +75,21 @@ XOPT_INLINE F load_rounded(const In* p, int64_t count) {
 }
 
 // `count` channels of a pixel into a copied line. What the last vector has beyond them goes into no output.
-template <class Round, class In>
-XOPT_INLINE void copy_pixel(const In* x, int64_t count, int32_t, float* to) {
-  int64_t c = 0;
-  for (; c + kPanelColumns <= count; c += kPanelColumns) {
+template <class Round, class In, class Line>
+XOPT_INLINE void copy_pixel(const In* x, int64_t count, int32_t zero_point, Line* to) {
+  if constexpr (std::is_same_v<Line, int32_t>) {
+    for (int64_t c = 0; c < count; ++c) to[c] = x[c] - zero_point;
+  } else if constexpr (std::is_same_v<Line, In> && std::is_same_v<Round, None>) {
+    copy_bytes(x, count * static_cast<int64_t>(sizeof(In)), to);
+  } else {
+    int64_t c = 0;
+    for (; c + kPanelColumns <= count; c += kPanelColumns) {
 #pragma GCC unroll 4
-    for (int64_t i = c; i < c + kPanelColumns; i += kWidth) store(to + i, load_rounded<In, Round>(x + i, kWidth));
+      for (int64_t i = c; i < c + kPanelColumns; i += kWidth) store(to + i, load_rounded<In, Round>(x + i, kWidth));
+    }
+    for (; c + kWidth <= count; c += kWidth) store(to + c, load_rounded<In, Round>(x + c, kWidth));
+    if (c < count) store(to + c, load_rounded<In, Round>(x + c, count - c));
   }
-  for (; c + kWidth <= count; c += kWidth) store(to + c, load_rounded<In, Round>(x + c, kWidth));
-  if (c < count) store(to + c, load_rounded<In, Round>(x + c, count - c));
-}
-template <class Round, class In>
-XOPT_INLINE void copy_pixel(const In* x, int64_t count, int32_t zero_point, int32_t* to) {
-  for (int64_t c = 0; c < count; ++c) to[c] = x[c] - zero_point;
 }
 
 // Positions [begin, end) of the kernel along one dimension that lie inside.
@@ -101,14 +104,15 @@ struct Inside {
 
 // Sizes of a thread's scratch.
 struct DepthwisePlan {
-  explicit DepthwisePlan(const ConvCall& call) {
+  DepthwisePlan(const ConvCall& call, int64_t line_value_bytes) {
     const PatchesView& v = call.input;
     if (call.tuning.chunk_rows == TunedRows::half) strip_rows = kStripRows / 2;
     if (call.tuning.chunk_rows == TunedRows::twice) strip_rows = kStripRows * 2;
     positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
     slots = v.kernel[0] * v.kernel[1];
-    const int64_t panel_bytes = kPanelColumns * static_cast<int64_t>(sizeof(float));
-    const int64_t fitting = kChunkBytes / ((slots * v.in[2] + positions) * panel_bytes);
+    const int64_t bytes_of_channel =
+        slots * v.in[2] * line_value_bytes + positions * static_cast<int64_t>(sizeof(float));
+    const int64_t fitting = kChunkBytes / (kPanelColumns * bytes_of_channel);
     int64_t panels = minimum(kMostStripPanels, maximum<int64_t>(1, fitting));
     // Equal chunks: a small last one costs as much beside its products as a large one.
     const int64_t all = ceil_div(v.channels, kPanelColumns);
@@ -123,10 +127,11 @@ struct DepthwisePlan {
   int64_t chunk, pitch;  // channels of a chunk, and elements from a pixel of a copied line to the next
 };
 
-template <class In, class Round, class Value>
+// Line: what lines are read as, in the input itself where that is what it holds.
+template <class In, class Round, class Line>
 class DepthwiseThread {
-  using Vector = ValueVector<Value>;
-  static constexpr bool kCouldReadInput = std::is_same_v<In, Value> && std::is_same_v<Round, None>;
+  using Value = ValueOf<Line>;
+  static constexpr bool kCouldReadInput = std::is_same_v<In, Line> && std::is_same_v<Round, None>;
 
  public:
   DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, const DepthwisePlan& plan)
@@ -135,13 +140,13 @@ class DepthwiseThread {
         epilogue_call_(epilogue_call),
         epilogue_(epilogue),
         plan_(plan),
-        finishes_(ValueVector<Value>::kFloats && is_simple(call.epilogue)),
-        outputs_(select_outputs<Value>(call.input, call.epilogue, finishes_)),
+        finishes_(std::is_same_v<Value, float> && is_simple(call.epilogue)),
+        outputs_(select_outputs<Line>(call.input, call.epilogue, finishes_)),
         sums_(static_cast<size_t>(finishes_ ? 0 : plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
-        copies_(static_cast<size_t>(copies_lines() ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Value)),
+        copies_(static_cast<size_t>(copies_lines() ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Line)),
         held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
-        lines_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Value>)) {}
+        lines_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Line>)) {}
 
   void run(int64_t image, int64_t channel, int64_t line) {
     if (image != image_ || channel != channel_) begin_chunk(image, channel);
@@ -207,23 +212,23 @@ class DepthwiseThread {
       for (int64_t h = heights_.begin; h < heights_.end; ++h) {
         const int64_t depth = first_depth_ + d * v_.dilation[0], height = first_height_ + h * v_.dilation[1];
         const Value* weights = this->weights() + (d * v_.kernel[1] + h) * v_.kernel[2] * kTileColumns;
-        lines_.as<KernelLine<Value>>()[line_count_++] = {line_values(depth, height, d, h), weights};
+        lines_.as<KernelLine<Line>>()[line_count_++] = {line_values(depth, height, d, h), weights};
       }
     }
   }
 
-  const Value* line_values(int64_t depth, int64_t height, int64_t d, int64_t h) {
+  const Line* line_values(int64_t depth, int64_t height, int64_t d, int64_t h) {
     const In* line = static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
                      height * v_.in_stride[1] + channel_;
     if constexpr (kCouldReadInput) {
       if (reads_input_) return line;
     }
     const int64_t slot = slot_of(0, depth, d) * v_.kernel[1] + slot_of(1, height, h);
-    Value* copy = copies_.as<Value>() + slot * v_.in[2] * plan_.pitch;
+    Line* copy = copies_.as<Line>() + slot * v_.in[2] * plan_.pitch;
     int64_t& held = held_.as<int64_t>()[slot];
     if (held != depth * v_.in[1] + height) {
       held = depth * v_.in[1] + height;
-      Value* to = copy;
+      Line* to = copy;
       for (int64_t w = 0; w < v_.in[2]; ++w, line += v_.in_stride[2], to += plan_.pitch) {
         copy_pixel<Round>(line, columns_, v_.zero, to);
       }
@@ -233,8 +238,8 @@ class DepthwiseThread {
 
   // Some outputs of a line, from w on; `row` is the output's that the line's first is.
   void sum_outputs(int64_t w, int64_t outputs, int64_t row) const {
-    OutputsCall<Value> call{};
-    call.lines = lines_.as<KernelLine<Value>>();
+    OutputsCall<Line> call{};
+    call.lines = lines_.as<KernelLine<Line>>();
     call.line_count = line_count_;
     call.first = w * v_.stride[2] - v_.padding[2];
     call.positions = v_.in[2];
@@ -263,7 +268,7 @@ class DepthwiseThread {
   EpilogueStrip strip_{};  // what its strips have in common
   const DepthwisePlan& plan_;
   const bool finishes_;  // outputs are finished as they are summed
-  OutputsFn<Value>* const outputs_;
+  OutputsFn<Line>* const outputs_;
   const Scratch sums_, weights_, copies_, held_, lines_;
   bool reads_input_ = false;  // and no copies of its lines
   int64_t line_count_ = 0;
@@ -272,7 +277,7 @@ class DepthwiseThread {
   Inside depths_, heights_;
 };
 
-template <class In, class Round, class Value>
+template <class In, class Round, class Line>
 void depthwise_of(const ConvCall& call) {
   static Kernel<SelectEpilogueFn> select("epilogue", sizeof(In) == 1 ? "s32" : "f32");
   const PatchesView& v = call.input;
@@ -280,7 +285,7 @@ void depthwise_of(const ConvCall& call) {
   gemm.weight.zero_point = gemm.epilogue.row_zero_point = nullptr;  // their part is not in the sums
   EpilogueFn* epilogue = nullptr;
   select(gemm, &epilogue);
-  const DepthwisePlan plan(call);
+  const DepthwisePlan plan(call, sizeof(Line));
   const int64_t chunks = (v.channels + plan.chunk - 1) / plan.chunk, lines = v.out[0] * v.out[1];
   const int64_t parts = call.images * chunks * lines;
   const int64_t wanted = gemm.m * v.channels * plan.positions / kProductsOfAThread + 1;
@@ -295,7 +300,7 @@ void depthwise_of(const ConvCall& call) {
   SharedParts shared(threads, least);
   shared.deal(units);
   parallel(static_cast<int>(threads), [&](int thread, int count) {
-    DepthwiseThread<In, Round, Value> part(call, gemm, epilogue, plan);
+    DepthwiseThread<In, Round, Line> part(call, gemm, epilogue, plan);
     shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
       if (!by_lines) {
         for (int64_t i = begin; i < end; ++i)
@@ -315,8 +320,7 @@ void depthwise_of(const ConvCall& call) {
 
 template <class In>
 void depthwise_from(const ConvCall& call) {
-  if (call.weight.dtype == call.input.dtype || call.weight.dtype == DType::f32)
-    return depthwise_of<In, None, float>(call);
+  if (call.weight.dtype == call.input.dtype || call.weight.dtype == DType::f32) return depthwise_of<In, None, In>(call);
   return call.weight.dtype == DType::bf16 ? depthwise_of<In, Bf16, float>(call) : depthwise_of<In, F16, float>(call);
 }
 

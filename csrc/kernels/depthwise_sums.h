@@ -6,6 +6,8 @@
 // can multiply, so that these loads were what took the time.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/conv.h"
 #include "kernels/simple_epilogue.h"
 #include "tiles/vector.h"
@@ -14,20 +16,26 @@ namespace xopt::XOPT_ISA {
 
 inline constexpr int64_t kOutputs = 8;
 
-// What lines and weights are copied to and multiplied in: floats, or 32-bit integers.
-template <class Value>
-struct ValueVector {
-  using Type = F;
-  static constexpr bool kFloats = true;
+// What a line's values are multiplied as, with weights of the same: floats, or 32-bit integers.
+template <class Line>
+struct LineValues {
+  using Value = float;
+  using Vector = F;
   static XOPT_INLINE F zero() { return set1(0.0F); }
 };
 template <>
-struct ValueVector<int32_t> {
-  using Type = I;
-  static constexpr bool kFloats = false;
+struct LineValues<int32_t> {
+  using Value = int32_t;
+  using Vector = I;
   static XOPT_INLINE I zero() { return set1_int(0); }
 };
-XOPT_INLINE F load_value(const float* p) { return load(p); }
+template <class Line>
+using ValueOf = typename LineValues<Line>::Value;
+
+template <class Line>
+XOPT_INLINE F load_value(const Line* p) {
+  return load(p);
+}
 XOPT_INLINE I load_value(const int32_t* p) { return load_int(p); }
 XOPT_INLINE void store_value(float* p, F x) { store(p, x); }
 XOPT_INLINE void store_value(int32_t* p, I x) { store_int(p, x); }
@@ -48,16 +56,16 @@ XOPT_INLINE int64_t first_of_eight(int64_t w, int64_t outputs) {
 }
 
 // A line of the kernel, and the input line that lies under it, or its copy.
-template <class Value>
+template <class Line>
 struct KernelLine {
-  const Value* values;   // of the line's first position
-  const Value* weights;  // of 16 channels at each of the kernel's positions, one after the other
+  const Line* values;            // of the line's first position
+  const ValueOf<Line>* weights;  // of 16 channels at each of the kernel's positions, one after the other
 };
 
 // All distances are in elements.
-template <class Value>
+template <class Line>
 struct OutputsCall {
-  const KernelLine<Value>* lines;
+  const KernelLine<Line>* lines;
   int64_t line_count;
   int64_t first;             // the position, maybe outside of the line, where the first output's kernel begins
   int64_t positions;         // of a line; what lies under others is zero
@@ -68,22 +76,22 @@ struct OutputsCall {
   int64_t columns;           // channels
   int64_t outputs;
   // Either where sums go, panel by panel, or what they become. Of less than eight outputs, eight have sums.
-  Value* sums;
+  ValueOf<Line>* sums;
   int64_t panel_step;
   const Epilogue* epilogue;
   const EpilogueStrip* strip;
   int64_t row;  // of the output, that the first is
 };
-template <class Value>
-using OutputsFn = void(const OutputsCall<Value>& call);
+template <class Line>
+using OutputsFn = void(const OutputsCall<Line>& call);
 
 // Positions of a line under eight outputs.
 template <int64_t K, int64_t S>
 inline constexpr int64_t kPositions = (kOutputs - 1) * S + K;
 
 // Which of the next positions are inside: a bit each.
-template <class Value>
-XOPT_INLINE uint32_t positions_inside(const OutputsCall<Value>& call, int64_t position, int64_t count) {
+template <class Line>
+XOPT_INLINE uint32_t positions_inside(const OutputsCall<Line>& call, int64_t position, int64_t count) {
   const int64_t begin = minimum(count, maximum<int64_t>(0, -position));
   const int64_t end = maximum(begin, minimum(count, call.positions - position));
   return static_cast<uint32_t>((uint64_t{1} << end) - (uint64_t{1} << begin));
@@ -92,8 +100,8 @@ XOPT_INLINE uint32_t positions_inside(const OutputsCall<Value>& call, int64_t po
 // Adds the products of a line of the kernel, K positions and a stride S that are known here, with no dilation. Positions
 // of which `Checked` is true have to be in `inside`: a test and a jump for each, where a copy with zeros would be a load
 // and a store.
-template <int64_t K, int64_t S, bool Checked>
-XOPT_INLINE void add_line(const float* x, int64_t pitch, uint32_t inside, const float* weights, F (&acc)[kOutputs]) {
+template <int64_t K, int64_t S, bool Checked, class Line>
+XOPT_INLINE void add_line(const Line* x, int64_t pitch, uint32_t inside, const float* weights, F (&acc)[kOutputs]) {
   F weight[K];
 #pragma GCC unroll 8
   for (int64_t p = 0; p < K; ++p) weight[p] = load(weights + p * kTileColumns);
@@ -102,7 +110,7 @@ XOPT_INLINE void add_line(const float* x, int64_t pitch, uint32_t inside, const 
     asm("" : "+r"(x));       // GCC would keep the places of all of them on the stack
     asm("" : "+r"(inside));  // or the answers for all
     if (Checked && (inside >> i & 1) == 0) continue;
-    F value = load(x);
+    F value = load_value(x);
     load_once(value);
 #pragma GCC unroll 8
     for (int64_t p = 0; p < K; ++p) {
@@ -113,13 +121,13 @@ XOPT_INLINE void add_line(const float* x, int64_t pitch, uint32_t inside, const 
 }
 
 // Likewise, of any kernel, from a position of the line on.
-template <class Value, class V>
-XOPT_INLINE void add_any_line(const OutputsCall<Value>& call, const Value* x, int64_t position, const Value* weights,
-                              V (&acc)[kOutputs]) {
+template <class Line, class V>
+XOPT_INLINE void add_any_line(const OutputsCall<Line>& call, const Line* x, int64_t position,
+                              const ValueOf<Line>* weights, V (&acc)[kOutputs]) {
   const int64_t step = call.stride * call.pitch, last = position + (kOutputs - 1) * call.stride;
   for (int64_t p = 0; p < call.kernel; ++p, weights += kTileColumns) {
     const int64_t under = p * call.dilation;
-    const Value* at = x + under * call.pitch;
+    const Line* at = x + under * call.pitch;
     const V weight = load_value(weights);
     if (position + under >= 0 && last + under < call.positions) {
 #pragma GCC unroll 8
@@ -135,9 +143,9 @@ XOPT_INLINE void add_any_line(const OutputsCall<Value>& call, const Value* x, in
 }
 
 // Eight outputs whose kernels begin at `position` and, strides on, behind it.
-template <class Value>
+template <class Line>
 struct EightOutputs {
-  EightOutputs(const OutputsCall<Value>& call, int64_t output, int64_t count)
+  EightOutputs(const OutputsCall<Line>& call, int64_t output, int64_t count)
       : position(call.first + output * call.stride),
         values(position * call.pitch),
         inside(positions_inside(call, position, count)) {}
@@ -146,13 +154,13 @@ struct EightOutputs {
 };
 
 // Their sums for the vector of channels from c on. K and S: known here, with no dilation; 0: not known.
-template <int64_t K, int64_t S, class Value, class V>
-XOPT_INLINE void sum_outputs(const OutputsCall<Value>& call, const EightOutputs<Value>& outputs, int64_t c,
+template <int64_t K, int64_t S, class Line, class V>
+XOPT_INLINE void sum_outputs(const OutputsCall<Line>& call, const EightOutputs<Line>& outputs, int64_t c,
                              V (&acc)[kOutputs]) {
 #pragma GCC unroll 8
-  for (int64_t r = 0; r < kOutputs; ++r) acc[r] = ValueVector<Value>::zero();
+  for (int64_t r = 0; r < kOutputs; ++r) acc[r] = LineValues<Line>::zero();
   const int64_t x = outputs.values + c, weight = c / kTileColumns * call.weight_step + c % kTileColumns;
-  const KernelLine<Value>* end = call.lines + call.line_count;
+  const KernelLine<Line>* end = call.lines + call.line_count;
   for (const auto* line = call.lines; line != end; ++line) {
     if constexpr (K == 0) {
       add_any_line(call, line->values + x, outputs.position, line->weights + weight, acc);
@@ -165,29 +173,29 @@ XOPT_INLINE void sum_outputs(const OutputsCall<Value>& call, const EightOutputs<
 }
 
 // Sums for an epilogue of its own.
-template <int64_t K, int64_t S, class Value>
-void store_outputs(const OutputsCall<Value>& call) {
+template <int64_t K, int64_t S, class Line>
+void store_outputs(const OutputsCall<Line>& call) {
   for (int64_t w = 0; w < call.outputs; w += kOutputs) {
     const int64_t first = first_of_eight(w, call.outputs);
-    const EightOutputs<Value> outputs(call, first, kPositions<K, S>);
+    const EightOutputs<Line> outputs(call, first, kPositions<K, S>);
     for (int64_t c = 0; c < call.columns; c += kWidth) {
-      typename ValueVector<Value>::Type acc[kOutputs];
+      typename LineValues<Line>::Vector acc[kOutputs];
       sum_outputs<K, S>(call, outputs, c, acc);
-      Value* sums = call.sums + c / kPanelColumns * call.panel_step + first * kPanelColumns + c % kPanelColumns;
+      ValueOf<Line>* sums = call.sums + c / kPanelColumns * call.panel_step + first * kPanelColumns + c % kPanelColumns;
 #pragma GCC unroll 8
       for (int64_t r = 0; r < kOutputs; ++r) store_value(sums + r * kPanelColumns, acc[r]);
     }
   }
 }
 
-template <int64_t K, int64_t S, class Out>
-void finish_outputs(const OutputsCall<float>& call) {
+template <int64_t K, int64_t S, class Line, class Out>
+void finish_outputs(const OutputsCall<Line>& call) {
   Finish<Out> finish = finish_of<Out>(*call.epilogue, *call.strip, call.row, call.row, 0);
   Out* const out = finish.out;
   const Out* const other = finish.other;
   for (int64_t w = 0; w < call.outputs; w += kOutputs) {
     const int64_t first = first_of_eight(w, call.outputs);
-    const EightOutputs<float> outputs(call, first, kPositions<K, S>);
+    const EightOutputs<Line> outputs(call, first, kPositions<K, S>);
     finish.out = out + first * finish.out_stride;
     finish.other = other + first * finish.other_stride;
     for (int64_t c = 0; c < call.columns; c += kWidth) {
@@ -202,28 +210,28 @@ void finish_outputs(const OutputsCall<float>& call) {
   }
 }
 
-template <int64_t K, int64_t S, class Value>
-OutputsFn<Value>* outputs_fn_of(const Epilogue& e, bool finish) {
-  if constexpr (ValueVector<Value>::kFloats) {
-    if (finish && e.out_dtype == DType::f32) return finish_outputs<K, S, float>;
-    if (finish && e.out_dtype == DType::bf16) return finish_outputs<K, S, Bf16>;
-    if (finish && e.out_dtype == DType::f16) return finish_outputs<K, S, F16>;
+template <int64_t K, int64_t S, class Line>
+OutputsFn<Line>* outputs_fn_of(const Epilogue& e, bool finish) {
+  if constexpr (std::is_same_v<ValueOf<Line>, float>) {
+    if (finish && e.out_dtype == DType::f32) return finish_outputs<K, S, Line, float>;
+    if (finish && e.out_dtype == DType::bf16) return finish_outputs<K, S, Line, Bf16>;
+    if (finish && e.out_dtype == DType::f16) return finish_outputs<K, S, Line, F16>;
   }
-  return store_outputs<K, S, Value>;
+  return store_outputs<K, S, Line>;
 }
 
 // `finish`: whether sums become output at once; only for epilogues that are simple, and floats.
-template <class Value>
-OutputsFn<Value>* select_outputs(const PatchesView& v, const Epilogue& e, bool finish) {
+template <class Line>
+OutputsFn<Line>* select_outputs(const PatchesView& v, const Epilogue& e, bool finish) {
   const int64_t kernel = v.dilation[2] == 1 ? v.kernel[2] : 0, stride = v.stride[2];
-  if constexpr (ValueVector<Value>::kFloats) {
-    if (kernel == 3 && stride == 1) return outputs_fn_of<3, 1, Value>(e, finish);
-    if (kernel == 3 && stride == 2) return outputs_fn_of<3, 2, Value>(e, finish);
-    if (kernel == 5 && stride == 1) return outputs_fn_of<5, 1, Value>(e, finish);
-    if (kernel == 5 && stride == 2) return outputs_fn_of<5, 2, Value>(e, finish);
-    if (kernel == 7 && stride == 1) return outputs_fn_of<7, 1, Value>(e, finish);
+  if constexpr (std::is_same_v<ValueOf<Line>, float>) {
+    if (kernel == 3 && stride == 1) return outputs_fn_of<3, 1, Line>(e, finish);
+    if (kernel == 3 && stride == 2) return outputs_fn_of<3, 2, Line>(e, finish);
+    if (kernel == 5 && stride == 1) return outputs_fn_of<5, 1, Line>(e, finish);
+    if (kernel == 5 && stride == 2) return outputs_fn_of<5, 2, Line>(e, finish);
+    if (kernel == 7 && stride == 1) return outputs_fn_of<7, 1, Line>(e, finish);
   }
-  return outputs_fn_of<0, 0, Value>(e, finish);
+  return outputs_fn_of<0, 0, Line>(e, finish);
 }
 
 }  // namespace xopt::XOPT_ISA
