@@ -97,9 +97,9 @@ XOPT_INLINE uint32_t positions_inside(const OutputsCall<Line>& call, int64_t pos
   return static_cast<uint32_t>((uint64_t{1} << end) - (uint64_t{1} << begin));
 }
 
-// Adds the products of a line of the kernel, K positions and a stride S that are known here, with no dilation. Positions
-// of which `Checked` is true have to be in `inside`: a test and a jump for each, where a copy with zeros would be a load
-// and a store.
+// Adds the products of a line of the kernel, K positions and a stride S that are known here, with no dilation. Where
+// `Checked`, positions that are not `inside` are left out: a test and a jump for each, where a copy with zeros would be a
+// load and a store.
 template <int64_t K, int64_t S, bool Checked, class Line>
 XOPT_INLINE void add_line(const Line* x, int64_t pitch, uint32_t inside, const float* weights, F (&acc)[kOutputs]) {
   F weight[K];
