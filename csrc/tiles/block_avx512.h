@@ -69,7 +69,7 @@ struct FmaProducts {
       for (int v = 0; v < V; ++v) w[v] = Weight::get(b + v * kTileBytes, g);
 #pragma GCC unroll 14
       for (int r = 0; r < R; ++r) {
-        const float& x = a.at(r, row * Weight::kGroup + g);
+        const RowValue& x = a.at(r, row * Weight::kGroup + g);
         if constexpr (V == 2) {
           multiply_value(x, Rows::has_pointer(r), w, acc[0][r], acc[1][r]);
         } else {
@@ -83,7 +83,7 @@ struct FmaProducts {
   //
   // While the other hyperthread is busy, what counts is how many instructions there are. A product that loads x itself is
   // one with its load, unless the address has an index; with all rows so the loads would be what takes longest.
-  static XOPT_INLINE void multiply_value(const float& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
+  static XOPT_INLINE void multiply_value(const RowValue& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
     if (has_pointer) {
       asm volatile("vfmadd231ps %2%{1to16%}, %3, %0\n\tvfmadd231ps %2%{1to16%}, %4, %1"
                    : "+&v"(sum0), "+v"(sum1)
@@ -116,7 +116,7 @@ struct PairProducts {
     for (int v = 0; v < V; ++v) w[v] = _mm512_loadu_ps(b + v * kTileBytes);
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
-      const float& x = a.at(r, row);
+      const RowValue& x = a.at(r, row);
       if constexpr (V == 2) {
         multiply_value(x, Rows::has_pointer(r), w, acc[0][r], acc[1][r]);
       } else {
@@ -125,19 +125,19 @@ struct PairProducts {
     }
   }
 #ifdef XOPT_EMULATE
-  static XOPT_INLINE void multiply_value(const float& x, F w, F& sum) {
+  static XOPT_INLINE void multiply_value(const RowValue& x, F w, F& sum) {
     sum = emulated_dpbf16(sum, _mm512_castps_si512(set1(x)), _mm512_castps_si512(w));
   }
-  static XOPT_INLINE void multiply_value(const float& x, bool, const F (&w)[2], F& sum0, F& sum1) {
+  static XOPT_INLINE void multiply_value(const RowValue& x, bool, const F (&w)[2], F& sum0, F& sum1) {
     multiply_value(x, w[0], sum0);
     multiply_value(x, w[1], sum1);
   }
 #else
   // Not the intrinsic: GCC 12 copies its accumulator before each product and spills half of them.
-  static XOPT_INLINE void multiply_value(const float& x, F w, F& sum) {
+  static XOPT_INLINE void multiply_value(const RowValue& x, F w, F& sum) {
     asm("vdpbf16ps %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(x), "v"(w));
   }
-  static XOPT_INLINE void multiply_value(const float& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
+  static XOPT_INLINE void multiply_value(const RowValue& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
     if (has_pointer) {
       asm volatile("vdpbf16ps %2%{1to16%}, %3, %0\n\tvdpbf16ps %2%{1to16%}, %4, %1"
                    : "+&v"(sum0), "+v"(sum1)

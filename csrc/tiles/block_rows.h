@@ -6,6 +6,9 @@
 
 namespace xopt::XOPT_ISA {
 
+// A float, or a pair of bf16, wherever rows begin.
+using RowValue [[gnu::aligned(1), gnu::may_alias]] = float;
+
 // R rows of floats, or of what takes as much room, from some k on, any distance apart: those of A itself need no copy. Of Share rows the first has a
 // register; the others, two at most, lie one and two distances on, which an address can say by itself.
 template <int R, int Share>
@@ -19,8 +22,8 @@ class BlockRows {
     for (int i = 0; i < kPointers; ++i) at_[i] = row + Share * i * step;
     hide();
   }
-  XOPT_INLINE const float& at(int row, int k) const {
-    return *reinterpret_cast<const float*>(at_[row / Share] + row % Share * step_ + 4 * k);
+  XOPT_INLINE const RowValue& at(int row, int k) const {
+    return *reinterpret_cast<const RowValue*>(at_[row / Share] + row % Share * step_ + 4 * k);
   }
   static constexpr bool has_pointer(int row) { return row % Share == 0; }
   XOPT_INLINE void advance(int count) {
