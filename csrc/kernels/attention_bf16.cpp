@@ -13,7 +13,7 @@ void attention_bf16(const AttentionCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
   attention_with<TileBlock<TileBf16>, Bf16>(call, DType::bf16);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-  attention_with<PairBlock, Bf16>(call, DType::bf16);
+  attention_with<FmaBlock<WeightPairs>, Bf16>(call, DType::bf16);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
   attention_with<FmaBlock<WeightF32>, Bf16>(call, DType::bf16);
 #else

@@ -22,7 +22,7 @@ void conv_bf16(const ConvCall& call) {
   if (call.weight.k_tiles <= kShortTiles) return conv_with<TileBlock<TileBf16, kShortTiles>>(call);
   conv_with<Block>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-  conv_with<PairBlock>(call);
+  conv_with<FmaBlock<WeightPairs>>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
   conv_with<FmaBlock<WeightBf16>>(call);
 #else

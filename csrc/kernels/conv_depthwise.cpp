@@ -16,8 +16,8 @@
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
 #include "runtime/shared_parts.h"
-#include "tiles/copy.h"
 #include "tiles/vector.h"
+#include "tiles/view.h"
 
 namespace xopt::XOPT_ISA {
 namespace {
@@ -67,13 +67,6 @@ void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, floa
 
 struct None {};  // in place of a dtype: the input is not rounded
 
-template <class In, class Round>
-XOPT_INLINE F load_rounded(const In* p, int64_t count) {
-  const F x = load_first(p, count);
-  if constexpr (sizeof(Round) == 2) return round_to<Round>(x);
-  return x;
-}
-
 // `count` channels of a pixel into a copied line. What the last vector has beyond them goes into no output.
 template <class Round, class In, class Line>
 XOPT_INLINE void copy_pixel(const In* x, int64_t count, int32_t zero_point, Line* to) {
@@ -82,13 +75,7 @@ XOPT_INLINE void copy_pixel(const In* x, int64_t count, int32_t zero_point, Line
   } else if constexpr (std::is_same_v<Line, In> && std::is_same_v<Round, None>) {
     copy_bytes(x, count * static_cast<int64_t>(sizeof(In)), to);
   } else {
-    int64_t c = 0;
-    for (; c + kPanelColumns <= count; c += kPanelColumns) {
-#pragma GCC unroll 4
-      for (int64_t i = c; i < c + kPanelColumns; i += kWidth) store(to + i, load_rounded<In, Round>(x + i, kWidth));
-    }
-    for (; c + kWidth <= count; c += kWidth) store(to + c, load_rounded<In, Round>(x + c, kWidth));
-    if (c < count) store(to + c, load_rounded<In, Round>(x + c, count - c));
+    convert_run<Round>(x, count, to);
   }
 }
 

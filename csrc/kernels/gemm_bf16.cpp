@@ -16,7 +16,7 @@ void gemm_bf16(const GemmCall& call) {
   if (call.m > 2) return gemm_with_tiles<TileBf16>(call);
 #endif
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-  gemm_with<PairBlock>(call);
+  gemm_with<FmaBlock<WeightPairs>>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
   gemm_with<FmaBlock<WeightBf16>>(call);
 #else

@@ -20,7 +20,7 @@ void matmul_bf16(const MatmulCall& call) {
   }
 #endif
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-  matmul_with<PairBlock, Bf16, DType::bf16>(call, DType::bf16);
+  matmul_with<FmaBlock<WeightPairs>, Bf16, DType::bf16>(call, DType::bf16);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
   matmul_with<FmaBlock<WeightF32>, Bf16, DType::f32>(call, DType::bf16);
 #else

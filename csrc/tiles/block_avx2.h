@@ -53,7 +53,6 @@ struct FmaBlock {
   static constexpr int64_t kStride = 384 + 16;
   static constexpr int32_t kOffset = 0;
   static constexpr int64_t kChainTiles = 128 / kTileK;  // for accuracy, as in block_avx512.h
-  static constexpr int kRowValues = Weight::kGroup;     // as there
   static constexpr int kUnrolled = 4;                   // rows of a tile
   struct Scope {};
   template <int R>
@@ -99,7 +98,7 @@ struct FmaBlock {
   // 16, and where GCC is free to load the next row's x beside this one's, it keeps sums on the stack instead. Each of
   // their products then waits for a store and a load, which takes twice the time of all others together.
   template <int R, int V>
-  static XOPT_INLINE void multiply_row(const float& x, const F (&w)[V], int r, F (&acc)[V][R]) {
+  static XOPT_INLINE void multiply_row(const RowValue& x, const F (&w)[V], int r, F (&acc)[V][R]) {
     if constexpr (V == 2) {
       asm volatile("vbroadcastss %2, %%ymm15\n\tvfmadd231ps %3, %%ymm15, %0\n\tvfmadd231ps %4, %%ymm15, %1"
                    : "+&x"(acc[0][r]), "+x"(acc[1][r])

@@ -14,14 +14,43 @@
 
 namespace xopt::XOPT_ISA {
 
-// How 16 columns of one k become a vector; g is the k within the group.
-struct WeightF32 {
+// A value of A times two vectors of weights, by the instruction named OP. In a register of its own: 28 sums, 2 vectors of
+// weights and what unpacks those leave one of 32, and where GCC is free to load the next row's x beside this one's, it keeps
+// sums on the stack instead.
+//
+// While the other hyperthread is busy, what counts is how many instructions there are. A product that loads x itself is
+// one with its load, unless the address has an index; with all rows so the loads would be what takes longest.
+#define XOPT_MULTIPLY_TWO(OP, x, has_pointer, w, sum0, sum1)                                    \
+  if (has_pointer) {                                                                            \
+    asm volatile(OP " %2%{1to16%}, %3, %0\n\t" OP " %2%{1to16%}, %4, %1"                        \
+                 : "+&v"(sum0), "+v"(sum1)                                                      \
+                 : "m"(x), "v"((w)[0]), "v"((w)[1]));                                           \
+  } else {                                                                                      \
+    asm volatile("vbroadcastss %2, %%zmm31\n\t" OP " %%zmm31, %3, %0\n\t" OP " %%zmm31, %4, %1" \
+                 : "+&v"(sum0), "+v"(sum1)                                                      \
+                 : "m"(x), "v"((w)[0]), "v"((w)[1])                                             \
+                 : "xmm31");                                                                    \
+  }
+
+// Products of floats.
+struct FloatProducts {
+  using A = float;
+  // Sums of this many products, added up: one chain of all would round three times as badly where K is in the thousands.
+  static constexpr int64_t kChain = 128;
+  static XOPT_INLINE void multiply(const RowValue& x, F w, F& sum) { sum = fma(set1(x), w, sum); }
+  static XOPT_INLINE void multiply(const RowValue& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
+    XOPT_MULTIPLY_TWO("vfmadd231ps", x, has_pointer, w, sum0, sum1);
+  }
+};
+
+// How 16 columns of one k become a vector, which is the g-th of its row, and how they are multiplied.
+struct WeightF32 : FloatProducts {
   using Round = float;
   static constexpr DType kDType = DType::f32;
   static constexpr int kGroup = 1;
   static XOPT_INLINE F get(const uint8_t* row, int) { return _mm512_loadu_ps(row); }
 };
-struct WeightBf16 {
+struct WeightBf16 : FloatProducts {
   using Round = Bf16;
   static constexpr DType kDType = DType::bf16;
   static constexpr int kGroup = 2;
@@ -31,7 +60,7 @@ struct WeightBf16 {
                                       : _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
   }
 };
-struct WeightF16 {
+struct WeightF16 : FloatProducts {
   using Round = F16;
   static constexpr DType kDType = DType::f16;
   static constexpr int kGroup = 2;
@@ -41,139 +70,62 @@ struct WeightF16 {
   }
 };
 
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+// Pairs of bf16 along k, which stay what they are.
+struct WeightPairs {
+  using A = Bf16;
+  using Round = Bf16;
+  static constexpr DType kDType = DType::bf16;
+  static constexpr int kGroup = 1;
+  static constexpr int64_t kChain = 768;
+  static XOPT_INLINE F get(const uint8_t* row, int) { return _mm512_loadu_ps(row); }
+#ifdef XOPT_EMULATE
+  static XOPT_INLINE void multiply(const RowValue& x, F w, F& sum) {
+    sum = emulated_dpbf16(sum, _mm512_castps_si512(set1(x)), _mm512_castps_si512(w));
+  }
+  static XOPT_INLINE void multiply(const RowValue& x, bool, const F (&w)[2], F& sum0, F& sum1) {
+    multiply(x, w[0], sum0);
+    multiply(x, w[1], sum1);
+  }
+#else
+  // Not the intrinsic: GCC 12 copies its accumulator before each product and spills half of them.
+  static XOPT_INLINE void multiply(const RowValue& x, F w, F& sum) {
+    asm("vdpbf16ps %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(x), "v"(w));
+  }
+  static XOPT_INLINE void multiply(const RowValue& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
+    XOPT_MULTIPLY_TWO("vdpbf16ps", x, has_pointer, w, sum0, sum1);
+  }
+#endif
+};
+#endif
+#undef XOPT_MULTIPLY_TWO
+
 // The weights of a tile later into L1: 5% more than waiting for L2 on a core whose reorder buffer is short or shared.
 XOPT_INLINE void prefetch_step(const uint8_t* b) {
   __builtin_prefetch(b + 2 * kTileBytes, 0, 3);
   __builtin_prefetch(b + 3 * kTileBytes, 0, 3);
 }
 
-// Products of floats, with weights as fp32.
-template <class Weight>
-struct FmaProducts {
-  using A = float;
-  using Round = typename Weight::Round;
-  static constexpr DType kDType = Weight::kDType;
-  static constexpr int64_t kTileK = kTileRows * Weight::kGroup;
-  static constexpr int kRowValues = Weight::kGroup;
-  // Sums of this many products, added up: one chain of all would round three times as badly where K is in the thousands.
-  static constexpr int64_t kChainTiles = 128 / kTileK;
-  static constexpr int64_t kMostK = 384;
-
-  template <int R, int V, class Rows>
-  static XOPT_INLINE void multiply_k(const uint8_t* b, const Rows& a, int row, F (&acc)[V][R]) {
-    prefetch_step(b);
-#pragma GCC unroll 2
-    for (int g = 0; g < Weight::kGroup; ++g) {
-      F w[V];
-#pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) w[v] = Weight::get(b + v * kTileBytes, g);
-#pragma GCC unroll 14
-      for (int r = 0; r < R; ++r) {
-        const RowValue& x = a.at(r, row * Weight::kGroup + g);
-        if constexpr (V == 2) {
-          multiply_value(x, Rows::has_pointer(r), w, acc[0][r], acc[1][r]);
-        } else {
-          acc[0][r] = fma(set1(x), w[0], acc[0][r]);
-        }
-      }
-    }
-  }
-  // In a register of its own: 28 sums, 2 vectors of weights and what unpacks those leave one of 32, and where GCC is free to
-  // load the next row's x beside this one's, it keeps sums on the stack instead.
-  //
-  // While the other hyperthread is busy, what counts is how many instructions there are. A product that loads x itself is
-  // one with its load, unless the address has an index; with all rows so the loads would be what takes longest.
-  static XOPT_INLINE void multiply_value(const RowValue& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
-    if (has_pointer) {
-      asm volatile("vfmadd231ps %2%{1to16%}, %3, %0\n\tvfmadd231ps %2%{1to16%}, %4, %1"
-                   : "+&v"(sum0), "+v"(sum1)
-                   : "m"(x), "v"(w[0]), "v"(w[1]));
-    } else {
-      asm volatile("vbroadcastss %2, %%zmm31\n\tvfmadd231ps %3, %%zmm31, %0\n\tvfmadd231ps %4, %%zmm31, %1"
-                   : "+&v"(sum0), "+v"(sum1)
-                   : "m"(x), "v"(w[0]), "v"(w[1])
-                   : "xmm31");
-    }
-  }
-};
-
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-// Products of pairs of bf16, as FmaProducts has them of floats.
-struct PairProducts {
-  using A = Bf16;
-  using Round = Bf16;
-  static constexpr DType kDType = DType::bf16;
-  static constexpr int64_t kTileK = kTileRows * 2;
-  static constexpr int kRowValues = 1;
-  static constexpr int64_t kMostK = 768;
-  static constexpr int64_t kChainTiles = kMostK / kTileK;
-
-  template <int R, int V, class Rows>
-  static XOPT_INLINE void multiply_k(const uint8_t* b, const Rows& a, int row, F (&acc)[V][R]) {
-    prefetch_step(b);
-    F w[V];
-#pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) w[v] = _mm512_loadu_ps(b + v * kTileBytes);
-#pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
-      const RowValue& x = a.at(r, row);
-      if constexpr (V == 2) {
-        multiply_value(x, Rows::has_pointer(r), w, acc[0][r], acc[1][r]);
-      } else {
-        multiply_value(x, w[0], acc[0][r]);
-      }
-    }
-  }
-#ifdef XOPT_EMULATE
-  static XOPT_INLINE void multiply_value(const RowValue& x, F w, F& sum) {
-    sum = emulated_dpbf16(sum, _mm512_castps_si512(set1(x)), _mm512_castps_si512(w));
-  }
-  static XOPT_INLINE void multiply_value(const RowValue& x, bool, const F (&w)[2], F& sum0, F& sum1) {
-    multiply_value(x, w[0], sum0);
-    multiply_value(x, w[1], sum1);
-  }
-#else
-  // Not the intrinsic: GCC 12 copies its accumulator before each product and spills half of them.
-  static XOPT_INLINE void multiply_value(const RowValue& x, F w, F& sum) {
-    asm("vdpbf16ps %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(x), "v"(w));
-  }
-  static XOPT_INLINE void multiply_value(const RowValue& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
-    if (has_pointer) {
-      asm volatile("vdpbf16ps %2%{1to16%}, %3, %0\n\tvdpbf16ps %2%{1to16%}, %4, %1"
-                   : "+&v"(sum0), "+v"(sum1)
-                   : "m"(x), "v"(w[0]), "v"(w[1]));
-    } else {
-      asm volatile("vbroadcastss %2, %%zmm31\n\tvdpbf16ps %%zmm31, %3, %0\n\tvdpbf16ps %%zmm31, %4, %1"
-                   : "+&v"(sum0), "+v"(sum1)
-                   : "m"(x), "v"(w[0]), "v"(w[1])
-                   : "xmm31");
-    }
-  }
-#endif
-};
-#endif
-
 // Sums of floats in registers, which become output there where the epilogue is simple.
-template <class Products>
-struct FloatBlock {
-  using A = typename Products::A;
+template <class Weight>
+struct FmaBlock {
+  using A = typename Weight::A;
   using Acc = float;
-  using Round = typename Products::Round;
+  using Round = typename Weight::Round;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 14;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr bool kFinishes = true;
-  static constexpr DType kFinishedDType = Products::kDType;
-  static constexpr int64_t kTileK = Products::kTileK;
-  static constexpr int64_t kMaxTiles = Products::kMostK / kTileK;
-  static constexpr int64_t kStride = Products::kMostK + 64 / static_cast<int64_t>(sizeof(A));
+  static constexpr DType kFinishedDType = Weight::kDType;
+  static constexpr int64_t kValuesOf4Bytes = 4 / static_cast<int64_t>(sizeof(A));
+  static constexpr int64_t kTileK = kTileRows * Weight::kGroup * kValuesOf4Bytes;
+  static constexpr int64_t kMaxTiles = 384 / (kTileRows * Weight::kGroup);
+  static constexpr int64_t kStride = (384 + 16) * kValuesOf4Bytes;
   static constexpr int32_t kOffset = 0;
-  static constexpr int64_t kChainTiles = Products::kChainTiles;
-  // 4-byte values of A for a row of a tile.
-  static constexpr int kRowValues = Products::kRowValues;
+  static constexpr int64_t kChainTiles = Weight::kChain / kTileK;
   // Rows of a tile. More would not stay in the cache of decoded instructions.
-  static constexpr int kUnrolled = kTileRows / kRowValues;
+  static constexpr int kUnrolled = kTileRows / Weight::kGroup;
   struct Scope {};
   template <int R>
   using ARows = BlockRows<R, 2>;
@@ -205,11 +157,11 @@ struct FloatBlock {
       const int64_t whole = end == call.k_tiles && call.last_rows < kTileRows ? end - 1 : end;
       for (const uint8_t* stop = b + (whole - begin) * 2 * kTileBytes; b != stop; b += 2 * kTileBytes) {
         between.step();
-        multiply_tile<FloatBlock, kUnrolled>(b, a, acc);
+        multiply_tile<FmaBlock, kUnrolled>(b, a, acc);
       }
       if (whole < end) {
         between.step();
-        multiply_rows<FloatBlock>(call.last_rows, b, a, acc);
+        multiply_rows<FmaBlock>(call.last_rows, b, a, acc);
       }
       float* sums = static_cast<float*>(call.acc);
       asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
@@ -235,16 +187,25 @@ struct FloatBlock {
 
   template <int R, int V>
   static XOPT_INLINE void multiply_k(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
-    Products::multiply_k(b, a, row, acc);
+    prefetch_step(b);
+#pragma GCC unroll 2
+    for (int g = 0; g < Weight::kGroup; ++g) {
+      F w[V];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) w[v] = Weight::get(b + v * kTileBytes, g);
+#pragma GCC unroll 14
+      for (int r = 0; r < R; ++r) {
+        const RowValue& x = a.at(r, row * Weight::kGroup + g);
+        if constexpr (V == 2) {
+          Weight::multiply(x, ARows<R>::has_pointer(r), w, acc[0][r], acc[1][r]);
+        } else {
+          Weight::multiply(x, w[0], acc[0][r]);
+        }
+      }
+    }
   }
   XOPT_RUN_ROWS(kRows)
 };
-
-template <class Weight>
-using FmaBlock = FloatBlock<FmaProducts<Weight>>;
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-using PairBlock = FloatBlock<PairProducts>;
-#endif
 
 // Products of u8 x s8 quadruples.
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_VNNI

@@ -45,6 +45,10 @@ class BlockRows {
   int64_t step_;
 };
 
+// Of A, for a row of a tile.
+template <class Block>
+inline constexpr int kValuesOfRow = Block::kTileK / kTileRows * static_cast<int64_t>(sizeof(typename Block::A)) / 4;
+
 // Adds the products of a tile. Block::multiply_k does those of a row of it, and of as many k of A, the `row`th of those
 // that `a` is at: multiply_k(b, a, row, acc).
 template <class Block, int Unrolled, class Rows, int V, int R>
@@ -52,7 +56,7 @@ XOPT_INLINE void multiply_tile(const uint8_t* b, Rows& a, F (&acc)[V][R]) {
   for (int j = 0; j < kTileRows; j += Unrolled, b += 64 * Unrolled) {
 #pragma GCC unroll 16
     for (int i = 0; i < Unrolled; ++i) Block::multiply_k(b + 64 * i, a, i, acc);
-    a.advance(Unrolled * Block::kRowValues);
+    a.advance(Unrolled * kValuesOfRow<Block>);
   }
 }
 // Of a tile's first rows.
@@ -60,7 +64,7 @@ template <class Block, class Rows, int V, int R>
 XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, Rows& a, F (&acc)[V][R]) {
   for (int64_t j = 0; j < rows; ++j) {
     Block::multiply_k(b + 64 * j, a, 0, acc);
-    a.advance(Block::kRowValues);
+    a.advance(kValuesOfRow<Block>);
   }
 }
 
