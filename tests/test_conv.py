@@ -220,6 +220,8 @@ def test_many_row_blocks_and_long_sums(packed: str) -> None:
         (64, 256, 1, "40x40", "1x1"),
         (32, 48, 2, "30x31", "3x3"),
         (5, 300, 1, "33x8", "5x5"),
+        (64, 33, 1, "64x60", "3x3"),  # on AVX-512 and AVX2 lines of it are copied into L2 some at a time
+        (48, 40, 1, "50x35", "3x3"),
     ]
     FAMILY.run_all(
         ConvCase(
@@ -246,6 +248,7 @@ def test_no_input_channels(dtype: torch.dtype) -> None:
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     x, weight, deep = last(torch.randn(3, 40, 17, 19)), torch.randn(70, 20, 3, 3), torch.randn(40, 1, 3, 3)
+    even, full = last(torch.randn(1, 48, 30, 26)), torch.randn(70, 48, 3, 3)
     # Channels in several chunks, which threads share by lines or by chunks.
     wide, many = last(torch.randn(3, 700, 32, 9)).bfloat16(), torch.randn(700, 1, 3, 3).bfloat16()
     before = torch.get_num_threads()
@@ -254,6 +257,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             results.append([conv(x, weight, groups=2), conv(x, deep, groups=40), conv(wide, many, groups=700)])
+            results[-1] += [conv(even, full), conv(even.bfloat16(), full.bfloat16(), stride=[2, 2])]
     finally:
         torch.set_num_threads(before)
     for result in results[1:]:

@@ -21,10 +21,6 @@
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
 namespace xopt::XOPT_ISA {
 
-struct NothingToCopy {
-  void copy_rows(int64_t, int64_t) {}
-};
-
 template <class Block>
 struct RasterPlan {
   explicit RasterPlan(const ConvCall& call, bool lines = false)

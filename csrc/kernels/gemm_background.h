@@ -80,6 +80,19 @@ struct BlockCopier {
   }
 };
 
+// Of views whose rows stay where they are.
+struct NothingToCopy {
+  void copy_rows(int64_t, int64_t) {}
+};
+template <class Block, class View, bool InPlace = View::kInPlace>
+struct CopierOf {
+  using Type = BlockCopier<Block, View>;
+};
+template <class Block, class View>
+struct CopierOf<Block, View, true> {
+  using Type = NothingToCopy;
+};
+
 // Outputs whose rows follow each other as those of the sums do.
 struct RowsInOrder {
   template <class Done>

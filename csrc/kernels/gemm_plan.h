@@ -47,10 +47,10 @@ struct GemmPlan {
   // looks up for each row and panel is a tenth of the products (3136 x 64 x 64: 362 to 326 us, fp32).
   static constexpr int64_t kShortSums = 128;
 
-  explicit GemmPlan(const GemmCall& call) {
+  explicit GemmPlan(const GemmCall& call) : GemmPlan(call, rows_of_block(call.m)) {}
+  // With blocks of so many rows.
+  GemmPlan(const GemmCall& call, int64_t rows) : block_rows(rows) {
     const PackedWeight& w = call.weight;
-    const int64_t least_blocks = ceil_div(call.m, Block::kRows);
-    block_rows = Block::kEvenRows ? ceil_div(call.m, least_blocks) : Block::kRows;
     row_blocks = ceil_div(call.m, block_rows);
     // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
     k_block_tiles =
@@ -63,6 +63,9 @@ struct GemmPlan {
     apply(call.tuning, w.panels);
   }
 
+  static int64_t rows_of_block(int64_t m) {
+    return Block::kEvenRows ? ceil_div(m, ceil_div(m, Block::kRows)) : Block::kRows;
+  }
   int64_t rows_of(int64_t row_block, int64_t m) const { return minimum(block_rows, m - row_block * block_rows); }
   int64_t tiles_of(int64_t k_block, int64_t k_tiles) const {
     return minimum(k_block_tiles, k_tiles - k_block * k_block_tiles);

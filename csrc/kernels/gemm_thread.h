@@ -197,7 +197,17 @@ class GemmThread {
   }
   // Of a row block: a tile reads all of its rows.
   bool in_place(int64_t rb) const {
+    if (View::kInPlace) return true;
     return in_place_.step != 0 && (!Block::kBackground || plan_.rows_of(rb, call_.m) % kTileRows == 0);
+  }
+
+  // Where a row block's rows begin in a view that says so.
+  void set_rows(int64_t rb, BlockCall* block) {
+    if (rb != placed_) view_.set_rows(rb * plan_.block_rows, plan_.rows_of(rb, call_.m), a_rows_);
+    placed_ = rb;
+    block->a = view_.data();
+    block->a_stride = view_.row_bytes();
+    block->a_rows = a_rows_;
   }
 
   const uint8_t* rows_in_place_at(Place place) const {
@@ -205,7 +215,11 @@ class GemmThread {
   }
 
   void defer_copy(Place place) {
-    if (in_place(place.rb)) return;
+    if constexpr (!View::kInPlace) {
+      if (!in_place(place.rb)) defer_block_copy(place);
+    }
+  }
+  void defer_block_copy(Place place) {
     const int64_t rows = plan_.rows_of(place.rb, call_.m);
     const int64_t k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
     BlockCopier<Block, View> copier;
@@ -243,7 +257,9 @@ class GemmThread {
 
   void step(Place place, int64_t panel) {
     BlockCall block;
-    if (in_place(place.rb)) {
+    if constexpr (View::kInPlace) {
+      set_rows(place.rb, &block);
+    } else if (in_place(place.rb)) {
       block.a = rows_in_place_at(place);
       block.a_stride = in_place_.step;
     } else {
@@ -257,7 +273,9 @@ class GemmThread {
     if (block.k_tiles > 0) {
       if (fetches_ahead_) {
         prefetch_weights(place, panel, &block);
-        if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
+        if constexpr (!View::kInPlace) {
+          if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
+        }
       }
       if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
       if (place.kb + 1 == plan_.k_blocks) {
@@ -266,6 +284,7 @@ class GemmThread {
                                          column, block.k_tiles);
       }
     }
+    if constexpr (View::kInPlace) view_.set_pieces(place.kb, &block);
     const int64_t rows = plan_.rows_of(place.rb, call_.m);
     if constexpr (Block::kBackground) {
       background_.begin_block();
@@ -368,10 +387,11 @@ class GemmThread {
   const GemmCall& call_;
   const PackedWeight& w_;
   const GemmPlan<Block>& plan_;
-  const View view_;
-  Background<BlockCopier<Block, View>> background_;
+  View view_;
+  Background<typename CopierOf<Block, View>::Type> background_;
 
   const EvenRows in_place_ = rows_in_place();
+  int64_t placed_ = -1, a_rows_[kMostPointers];  // of views that say where rows are: the row block, its rows
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes], unless they are in turns
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
   int32_t* row_sums_ = nullptr;

@@ -25,6 +25,14 @@ struct Prefetch {
   }
 };
 
+// Values along k that lie side by side in rows of A as in the weights: some tiles, and rows of one more.
+struct Piece {
+  int32_t a, b;  // bytes from where rows and where the panel begin
+  int32_t line;  // of the kernel of a convolution
+  int8_t tiles, rows;
+  int8_t ends_chain;  // 1: sums are added up after it
+};
+
 struct BlockCall {
   const void* a;     // row 0 of the copy at this block's first k
   const uint8_t* b;  // the panel's first tile at this k; tiles follow each other, 2 KB for each step along k
@@ -43,7 +51,12 @@ struct BlockCall {
   // for each step along k; without these offsets a row's elements follow each other.
   int64_t a_stride = 0;
   const int64_t* a_offsets = nullptr;
+  // For blocks with kFinishes, rows that lie in pieces, of which there are k_tiles. Of each kRowsOfPointer rows, the bytes
+  // from `a` to the first; the other follows by a_stride.
+  const Piece* pieces = nullptr;
+  const int64_t* a_rows = nullptr;
 };
+inline constexpr int kRowsOfPointer = 2, kMostPointers = 7;
 
 // Row counts are template arguments of the vector blocks, so that accumulators are registers.
 #define XOPT_RUN_ROWS(MAX)                                                   \

@@ -56,7 +56,7 @@ struct FmaBlock {
   static constexpr int kUnrolled = 4;                   // rows of a tile
   struct Scope {};
   template <int R>
-  using ARows = BlockRows<R, 3>;
+  using ARows = BlockRows<R>;
 
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
@@ -64,8 +64,8 @@ struct FmaBlock {
     const int64_t columns = minimum(finish != nullptr ? finish->columns : kPanelColumns, kPanelColumns);
     // One row or two: weights come from memory, in their order there, and half a panel has too few sums under way.
     constexpr int kVectors = R <= 2 ? 4 : 2;
-    for (int64_t done = 0; done < call.k_tiles; done += kChainTiles) {
-      const int64_t end = minimum(done + kChainTiles, call.k_tiles);
+    for (int64_t done = 0, end; done < call.k_tiles; done = end) {
+      end = chain_end<FmaBlock>(call, done);
       for (int64_t column = 0; column < columns; column += kVectors * kWidth) {
         const int64_t rest = columns - column;
         if (rest > kVectors / 2 * kWidth) {
@@ -114,24 +114,16 @@ struct FmaBlock {
   template <int R, int V, class Between>
   static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, int64_t column, int64_t begin,
                                    int64_t end, Between& between) {
-    const int64_t stride = call.a_stride != 0 ? call.a_stride : kStride * static_cast<int64_t>(sizeof(float));
-    ARows<R> a(static_cast<const float*>(call.a) + begin * kTileK, stride);
-    const uint8_t* b = call.b + (2 * begin + column / kTileColumns) * kTileBytes;
     F acc[V][R];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
     }
-    const int64_t whole = end == call.k_tiles && call.last_rows < kTileRows ? end - 1 : end;
-    for (const uint8_t* stop = b + (whole - begin) * 2 * kTileBytes; b != stop; b += 2 * kTileBytes) {
+    const uint8_t* b = call.b + column / kTileColumns * kTileBytes;
+    multiply_tiles<FmaBlock, kUnrolled>(call, begin, end, b, acc, [&] {
       if (column == 0) between.step();
-      multiply_tile<FmaBlock, kUnrolled>(b, a, acc);
-    }
-    if (whole < end) {
-      if (column == 0) between.step();
-      multiply_rows<FmaBlock>(call.last_rows, b, a, acc);
-    }
+    });
     float* sums = static_cast<float*>(call.acc) + column;
     asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
     if (begin > 0 || call.accumulate) {

@@ -128,7 +128,7 @@ struct FmaBlock {
   static constexpr int kUnrolled = kTileRows / Weight::kGroup;
   struct Scope {};
   template <int R>
-  using ARows = BlockRows<R, 2>;
+  using ARows = BlockRows<R>;
 
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
@@ -144,25 +144,15 @@ struct FmaBlock {
   // The first V tiles of the panel's columns.
   template <int R, int V, class Between>
   static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, Between& between) {
-    ARows<R> a(call.a, call.a_stride != 0 ? call.a_stride : kStride * static_cast<int64_t>(sizeof(A)));
-    const uint8_t* b = call.b;
-    for (int64_t begin = 0; begin < call.k_tiles; begin += kChainTiles) {
+    for (int64_t begin = 0, end; begin < call.k_tiles; begin = end) {
+      end = chain_end<FmaBlock>(call, begin);
       F acc[V][R];
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
       }
-      const int64_t end = minimum(begin + kChainTiles, call.k_tiles);
-      const int64_t whole = end == call.k_tiles && call.last_rows < kTileRows ? end - 1 : end;
-      for (const uint8_t* stop = b + (whole - begin) * 2 * kTileBytes; b != stop; b += 2 * kTileBytes) {
-        between.step();
-        multiply_tile<FmaBlock, kUnrolled>(b, a, acc);
-      }
-      if (whole < end) {
-        between.step();
-        multiply_rows<FmaBlock>(call.last_rows, b, a, acc);
-      }
+      multiply_tiles<FmaBlock, kUnrolled>(call, begin, end, call.b, acc, [&] { between.step(); });
       float* sums = static_cast<float*>(call.acc);
       asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
       if (begin > 0 || call.accumulate) {

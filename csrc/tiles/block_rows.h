@@ -1,39 +1,45 @@
 // Where a vector block finds its rows of A, and its loops over a tile of weights.
 #pragma once
 
-#include "tiles/layout.h"
-#include "tiles/vector.h"
+#include "tiles/block.h"
 
 namespace xopt::XOPT_ISA {
 
 // A float, or a pair of bf16, wherever rows begin.
 using RowValue [[gnu::aligned(1), gnu::may_alias]] = float;
 
-// R rows of floats, or of what takes as much room, from some k on, any distance apart: those of A itself need no copy. Of Share rows the first has a
-// register; the others, two at most, lie one and two distances on, which an address can say by itself.
-template <int R, int Share>
+// R rows of floats, or of what takes as much room, from some k on, any distance apart: those of A itself need no copy. Every
+// other row has a register; the one after it lies a distance on, which an address can say by itself.
+template <int R>
 class BlockRows {
-  static_assert(Share <= 3);
+  static constexpr int kPointers = (R + kRowsOfPointer - 1) / kRowsOfPointer;
+  static_assert(kPointers <= kMostPointers);
 
  public:
-  XOPT_INLINE BlockRows(const void* a, int64_t step) : step_(step) {
-    const auto* row = static_cast<const uint8_t*>(a);
+  // Rows of a copy are `copy_step` bytes apart.
+  XOPT_INLINE BlockRows(const BlockCall& call, int64_t copy_step)
+      : step_(call.a_stride != 0 ? call.a_stride : copy_step) {
+    const auto* row = static_cast<const uint8_t*>(call.a);
+    if (call.a_rows != nullptr) {
 #pragma GCC unroll 7
-    for (int i = 0; i < kPointers; ++i) at_[i] = row + Share * i * step;
+      for (int i = 0; i < kPointers; ++i) at_[i] = row + call.a_rows[i];
+    } else {
+#pragma GCC unroll 7
+      for (int i = 0; i < kPointers; ++i) at_[i] = row + kRowsOfPointer * i * step_;
+    }
     hide();
   }
   XOPT_INLINE const RowValue& at(int row, int k) const {
-    return *reinterpret_cast<const RowValue*>(at_[row / Share] + row % Share * step_ + 4 * k);
+    return *reinterpret_cast<const RowValue*>(at_[row / kRowsOfPointer] + row % kRowsOfPointer * step_ + 4 * k);
   }
-  static constexpr bool has_pointer(int row) { return row % Share == 0; }
-  XOPT_INLINE void advance(int count) {
+  static constexpr bool has_pointer(int row) { return row % kRowsOfPointer == 0; }
+  XOPT_INLINE void advance(int64_t bytes) {
 #pragma GCC unroll 7
-    for (int i = 0; i < kPointers; ++i) at_[i] += 4 * count;
+    for (int i = 0; i < kPointers; ++i) at_[i] += bytes;
     hide();
   }
 
  private:
-  static constexpr int kPointers = (R + Share - 1) / Share;
   // GCC would make a pointer of each row, or an index of each row and k, and keep half of these on the stack.
   XOPT_INLINE void hide() {
     asm("" : "+r"(step_));
@@ -45,26 +51,75 @@ class BlockRows {
   int64_t step_;
 };
 
-// Of A, for a row of a tile.
+// Bytes of A for a row of a tile.
 template <class Block>
-inline constexpr int kValuesOfRow = Block::kTileK / kTileRows * static_cast<int64_t>(sizeof(typename Block::A)) / 4;
+inline constexpr int64_t kBytesOfRow = Block::kTileK / kTileRows * static_cast<int64_t>(sizeof(typename Block::A));
 
-// Adds the products of a tile. Block::multiply_k does those of a row of it, and of as many k of A, the `row`th of those
-// that `a` is at: multiply_k(b, a, row, acc).
+// Adds the products of a tile. Block::multiply_k does those of one of its rows, and of as many k of A, the `row`th of
+// those that `a` is at: multiply_k(b, a, row, acc).
 template <class Block, int Unrolled, class Rows, int V, int R>
 XOPT_INLINE void multiply_tile(const uint8_t* b, Rows& a, F (&acc)[V][R]) {
   for (int j = 0; j < kTileRows; j += Unrolled, b += 64 * Unrolled) {
 #pragma GCC unroll 16
     for (int i = 0; i < Unrolled; ++i) Block::multiply_k(b + 64 * i, a, i, acc);
-    a.advance(Unrolled * kValuesOfRow<Block>);
+    a.advance(Unrolled * kBytesOfRow<Block>);
   }
 }
 // Of a tile's first rows.
 template <class Block, class Rows, int V, int R>
 XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, Rows& a, F (&acc)[V][R]) {
-  for (int64_t j = 0; j < rows; ++j) {
-    Block::multiply_k(b + 64 * j, a, 0, acc);
-    a.advance(kValuesOfRow<Block>);
+  for (int64_t j = 0; j < rows; ++j, b += 64) {
+    Block::multiply_k(b, a, 0, acc);
+    a.advance(kBytesOfRow<Block>);
+  }
+}
+
+// The end of the tiles, or pieces, whose products are one chain of sums.
+template <class Block>
+XOPT_INLINE int64_t chain_end(const BlockCall& call, int64_t begin) {
+  if (call.pieces == nullptr) return minimum(begin + Block::kChainTiles, call.k_tiles);
+  while (begin < call.k_tiles && call.pieces[begin].ends_chain == 0) ++begin;
+  return minimum(begin + 1, call.k_tiles);
+}
+
+// Adds the products of the tiles [begin, end) along k, or of the pieces; `b` is the panel's first tile, or the one beside
+// it. step() is called before each tile.
+template <class Block, int Unrolled, int V, int R, class Step>
+XOPT_INLINE void multiply_tiles(const BlockCall& call, int64_t begin, int64_t end, const uint8_t* b, F (&acc)[V][R],
+                                const Step& step) {
+  typename Block::template ARows<R> a(call, Block::kStride * static_cast<int64_t>(sizeof(typename Block::A)));
+  int64_t tiles = end - begin, rows = 0;
+  const Piece *piece = nullptr, *last = nullptr;
+  const uint8_t* tile = b + begin * 2 * kTileBytes;
+  int64_t at = 0;  // where `a` is, from where rows begin
+  if (call.pieces != nullptr) {
+    piece = call.pieces + begin;
+    last = call.pieces + end - 1;
+  } else {
+    a.advance(begin * kTileRows * kBytesOfRow<Block>);
+    if (end == call.k_tiles && call.last_rows < kTileRows) {
+      --tiles;
+      rows = call.last_rows;
+    }
+  }
+  while (true) {
+    if (piece != nullptr) {
+      a.advance(piece->a - at);
+      tile = b + piece->b;
+      tiles = piece->tiles;
+      rows = piece->rows;
+      at = piece->a + (tiles * kTileRows + rows) * kBytesOfRow<Block>;
+    }
+    for (const uint8_t* stop = tile + tiles * 2 * kTileBytes; tile != stop; tile += 2 * kTileBytes) {
+      step();
+      multiply_tile<Block, Unrolled>(tile, a, acc);
+    }
+    if (rows > 0) {
+      step();
+      multiply_rows<Block>(rows, tile, a, acc);
+    }
+    if (piece == last) break;
+    ++piece;
   }
 }
 

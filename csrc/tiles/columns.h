@@ -28,6 +28,7 @@ void copy_columns(const T* from, int64_t k_stride, int64_t rows, int64_t count, 
 
 class Columns {
  public:
+  static constexpr bool kInPlace = false;
   Columns(const void* data, DType dtype, int64_t k_stride) : data_(data), dtype_(dtype), k_stride_(k_stride) {}
 
   // The row at which it is, from some k on.

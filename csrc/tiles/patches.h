@@ -12,6 +12,7 @@ namespace xopt::XOPT_ISA {
 
 class Patches {
  public:
+  static constexpr bool kInPlace = false;
   explicit Patches(const PatchesView& view)
       : view_(view),
         size_(dtype_size(view.dtype)),

@@ -1,8 +1,9 @@
 // Where the rows of A are, and how they come into a block's copy.
 //
-// A view answers rows(row, k): a place that copies the elements from (row, k) on, row after row, so that what it takes
+// A view of which rows are copied answers rows(row, k): a place that copies the elements from (row, k) on, row after row, so that what it takes
 // to find a row is done once for a run of rows and never per element. `Merged` (two row dimensions taken as
-// one) serves linear layers, `Patches` in patches.h (a window that slides over a padded image) convolutions.
+// one) serves linear layers, `Patches` in patches.h (a window that slides over a padded image) convolutions. A view with
+// kInPlace says where blocks find rows: `PaddedImage` in padded_image.h.
 #pragma once
 
 #include <type_traits>
@@ -115,6 +116,7 @@ struct EvenRows {
 // [outer, inner_rows, k] with a stride for each of the two, k contiguous.
 class Merged {
  public:
+  static constexpr bool kInPlace = false;
   explicit Merged(const RowsView& rows) : rows_(rows), size_(dtype_size(rows.dtype)) {}
 
   // The row at which it is, from some k on.
