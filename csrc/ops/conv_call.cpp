@@ -62,8 +62,7 @@ void set_residual(const char* op, Tensor* other, const int64_t* sizes, int64_t d
 
 // Whether the kernel takes an input's channels from anywhere: where they are few, it copies them side by side itself.
 bool takes_any_layout(const ConvCall& call, const ConvLayout& layout) {
-  constexpr int64_t kMostChannels = 16;
-  return layout.products() == 1 && !layout.depthwise && layout.product_channels() <= kMostChannels &&
+  return layout.products() == 1 && !layout.depthwise && layout.product_channels() <= kMostChannelsApart &&
          call.weight.dtype != DType::s8 && !is_product(call.input, layout);
 }
 

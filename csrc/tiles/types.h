@@ -40,6 +40,9 @@ struct RowsView {
   int64_t outer_stride = 0;
 };
 
+// How many channels kernels put side by side themselves, of images that have them elsewhere.
+inline constexpr int64_t kMostChannelsApart = 16;
+
 // Rows of A for a convolution: row r is the patch of input under the kernel at output position r, counted over images,
 // depth, height and width; k counts the kernel's positions (depth, height, width) and within each the channels, which
 // are contiguous. What lies outside the input is zero, which of int8 is `zero`. Fewer spatial dimensions have ones in
@@ -53,7 +56,7 @@ struct PatchesView {
   int64_t padding[3] = {0, 0, 0};    // before the first element; that after the last follows from `out`
   int64_t image_stride = 0;          // elements
   int64_t in_stride[3] = {0, 0, 0};  // elements
-  int64_t channel_stride = 1;        // likewise; kernels read others than 1 of dense products of few channels only
+  int64_t channel_stride = 1;        // likewise; another than 1 only of dense products, and kMostChannelsApart
   int32_t zero = 0;                  // int8: the zero point, within the dtype's range
 };
 
