@@ -432,6 +432,23 @@ def test_images_stay_channels_last_where_torchs_layout_is_asked_for() -> None:
     assert result.is_contiguous()
 
 
+def test_images_of_few_channels_are_read_as_they_lie() -> None:
+    """Nothing copies them into another layout; a layer called by itself answers in the layout of its input."""
+    layers = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 8, 3), nn.AdaptiveAvgPool2d(1))
+    model, source = xopt.optimize(layers.eval()), copy.deepcopy(layers)
+    with torch.no_grad():
+        model(torch.randn(1, 3, 20, 21))  # records it
+        for batch in (1, 3):
+            x = torch.randn(batch, 3, 20, 21)
+            with torch.profiler.profile() as profile:
+                result = model(x)
+            assert "aten::copy_" not in {event.key for event in profile.key_averages()}
+            torch.testing.assert_close(result, source(x), rtol=1e-4, atol=1e-5)
+        alone = model[0](x)
+    assert alone.is_contiguous()
+    torch.testing.assert_close(alone, source[0](x), rtol=1e-4, atol=1e-5)
+
+
 def test_zeros_around_an_image_are_part_of_the_convolution() -> None:
     torch.manual_seed(0)
     zeros, ones = nn.ZeroPad2d((1, 0, 0, 2)), nn.ConstantPad2d(1, 1.0)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.fx import Node
 
 from xopt import _C, ops  # noqa: F401 - loads them
+from xopt.modules import channels_last
 from xopt.ops.chain import Given, Result, SizeOf, call_text, calls_text
 
 Tensor = torch.Tensor
@@ -46,7 +47,8 @@ class Call(NamedTuple):
     """The result's, by those of the input and the others. It must not hold the module, whose program holds it."""
     image_dims: int | None = None
     """How many dimensions the input has to have; its channels have to be last in memory, unless:"""
-    any_layout: bool = False
+    any_layout: bool | None = False
+    """None: where `channels_last` says so."""
     alike: Value | None = None
     """What has to have the shape of the result."""
     others: tuple[Value, ...] = ()
@@ -337,7 +339,9 @@ def is_watched() -> bool:
 def _fits(settled: Settled, values: Sequence[Tensor]) -> bool:
     for place, dims, any_layout in settled.images:
         value = values[place]
-        if value.dim() != dims or not (any_layout or value.stride(1) == 1):
+        if value.dim() != dims:
+            return False
+        if value.stride(1) != 1 and not (channels_last.is_inside() if any_layout is None else any_layout):
             return False
     if settled.fitting is None:
         return True

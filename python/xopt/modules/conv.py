@@ -1,7 +1,7 @@
 """nn.Conv1d, Conv2d and Conv3d with packed weights, on `torch.ops.xopt.conv`.
 
 The operator computes with the channels last in memory. As with torch, a layer answers in the layout of its input, or
-with the channels last where its weight had them so; `root.py` hands a model its input in the layout that fits.
+with the channels last where its weight had them so, or where `layout.py` has said so for all of a model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
 from xopt.graph.symbol import Symbol, recorder_of
+from xopt.modules import channels_last
 from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_problem, own_forward, result_dtype
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
@@ -127,14 +128,14 @@ def packed_weight(module: nn.Module) -> PackedParameter | None:
     return weight if is_packed else None
 
 
-def computes_channels_last(module: nn.Module) -> bool:
-    """Whether a layer answers with the channels last whatever it is given."""
+def weight_is_channels_last(module: nn.Module) -> bool:
+    """Whether a layer's weight had its channels last, and it so answers with the channels last whatever it is given."""
     return bool(module.__dict__.get(_CHANNELS_LAST))
 
 
 def keeps_channels_last(module: nn.Module, input: torch.Tensor) -> bool:
     """Whether its answer to this input has the channels last."""
-    return computes_channels_last(module) or input.stride(1) == 1
+    return weight_is_channels_last(module) or channels_last.is_inside() or input.stride(1) == 1
 
 
 def run(
@@ -278,6 +279,6 @@ def _conv_call(
         input,
         functools.partial(_output_shape, channels=module.out_channels, geometry=geometry),
         image_dims=weight.dim(),
-        any_layout=computes_channels_last(module),
+        any_layout=weight_is_channels_last(module) or None,
         alike=other,
     )

@@ -1,9 +1,10 @@
 """The layout of images in an optimized model: with the channels last, whatever the user passes.
 
 Layers answer in the layout of their input, so it is enough to hand a model its images in the layout that its
-convolutions compute in. A forward that takes a view which only the source's layout allows (`x.view(len(x), -1)` of an
-image) says so with an error; it then gets its input as it is, at once and from then on. What the model returns has the
-layout that it would have had.
+convolutions compute in. Those of few channels stay as they are: a convolution puts their channels side by side as it
+reads them, and answers with the channels last within the model. A forward that takes a view which only the source's
+layout allows (`x.view(len(x), -1)` of an image) says so with an error; it then gets its input as it is, at once and
+from then on. What the model returns has the layout that it would have had.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import nn
 from torch.fx import Graph
 
 from xopt.modules.base import has_kernels
+from xopt.modules.channels_last import inside
 from xopt.modules.containers import map_tensors
-from xopt.modules.conv import PackedConv, computes_channels_last
+from xopt.modules.conv import PackedConv, weight_is_channels_last
 from xopt.modules.conv_transpose import PackedConvTranspose
 from xopt.modules.pattern import Pattern, allow_copies, calls, permutation, shape_of
 from xopt.ops.fakes import FLOATING
@@ -26,6 +28,7 @@ from xopt.ops.fakes import FLOATING
 _log = logging.getLogger("xopt")
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_FEW_CHANNELS = 16  # what csrc/ops/conv_call.cpp takes from any layout
 _VIEW_ERROR = "view size is not compatible"
 
 
@@ -55,7 +58,7 @@ def image_dims(module: nn.Module) -> frozenset[int]:
     """Numbers of dimensions of the images that this model's convolutions are better given with the channels last.
     None, where its weights have their channels last: then its layers see to it themselves, as torch's do."""
     convs = [part for part in module.modules() if isinstance(part, (PackedConv, PackedConvTranspose))]
-    if any(computes_channels_last(conv) for conv in convs):
+    if any(weight_is_channels_last(conv) for conv in convs):
         return frozenset()
     return frozenset(len(conv.kernel_size) + 2 for conv in convs) & _FORMATS.keys()
 
@@ -70,13 +73,13 @@ class Layout:
         """`forward(module, args, kwargs)` with images in another layout."""
         if not self._dims or torch.compiler.is_compiling() or torch._C._is_tracing():
             return forward(module, args, kwargs)
-        changed_args = tuple(self._channels_last(value) for value in args)
-        changed_kwargs = {name: self._channels_last(value) for name, value in kwargs.items()}
-        values = zip((*args, *kwargs.values()), (*changed_args, *changed_kwargs.values()), strict=True)
-        if all(before is after for before, after in values):
+        if not any(map(self._is_to_change, (*args, *kwargs.values()))):
             return forward(module, args, kwargs)
+        changed_args = tuple(self._changed(value) for value in args)
+        changed_kwargs = {name: self._changed(value) for name, value in kwargs.items()}
         try:
-            result = forward(module, changed_args, changed_kwargs)
+            with inside():
+                result = forward(module, changed_args, changed_kwargs)
         except RuntimeError as error:
             if _VIEW_ERROR not in str(error):
                 raise
@@ -87,17 +90,15 @@ class Layout:
             return forward(module, args, kwargs)
         return map_tensors(self._contiguous, result)
 
-    def _channels_last(self, value: Any) -> Any:
+    def _is_to_change(self, value: Any) -> bool:
         if type(value) is not torch.Tensor or value.dim() not in self._dims or value.dtype not in FLOATING:
+            return False
+        return value.stride(1) != 1 and has_kernels(value.device) and value.layout == torch.strided
+
+    def _changed(self, value: Any) -> Any:
+        if not self._is_to_change(value) or (value.size(1) <= _FEW_CHANNELS and value.device.type == "cpu"):
             return value
-        if value.stride(1) == 1 or not has_kernels(value.device) or value.layout != torch.strided:
-            return value
-        image = value.contiguous(memory_format=_FORMATS[value.dim()])
-        if image.stride(1) != 1:  # one channel, whose stride says nothing to torch: it is to say which layout is meant
-            strides = list(image.stride())
-            strides[1] = 1
-            image = image.as_strided(image.shape, strides)
-        return image
+        return value.contiguous(memory_format=_FORMATS[value.dim()])
 
     def _contiguous(self, result: torch.Tensor) -> torch.Tensor:
         is_image = result.dim() in self._dims and result.layout == torch.strided
