@@ -29,8 +29,8 @@ struct Prefetch {
 struct Piece {
   int32_t a, b;  // bytes from where rows and where the panel begin
   int32_t line;  // of the kernel of a convolution
-  int8_t tiles, rows;
-  int8_t ends_chain;  // 1: sums are added up after it
+  uint8_t tiles, rows;
+  uint8_t ends_chain;  // 1: sums are added up after it
 };
 
 struct BlockCall {

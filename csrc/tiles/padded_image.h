@@ -66,8 +66,8 @@ class PaddedImage {
       Piece& piece = pieces[count++];
       piece.a = static_cast<int32_t>(a * static_cast<int64_t>(sizeof(typename Block::A)));
       piece.b = static_cast<int32_t>(b);
-      piece.tiles = static_cast<int8_t>(whole);
-      piece.rows = static_cast<int8_t>(rest);
+      piece.tiles = static_cast<uint8_t>(whole);
+      piece.rows = static_cast<uint8_t>(rest);
       piece.line = static_cast<int32_t>(k / (view_.kernel[2] * view_.channels));
       piece.ends_chain = chain == 0 ? 1 : 0;
       k += length;

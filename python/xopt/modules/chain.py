@@ -186,7 +186,7 @@ class Settled(NamedTuple):
     operands: _C.Operands
     calls: list[Call]
     text: str
-    images: list[tuple[int, int, bool]]
+    images: list[tuple[int, int, bool | None]]
     """Values that have to be images: their places, dimensions, and whether any layout will do."""
     fitting: dict[tuple[torch.Size, ...], bool] | None
     """By the shapes of the values, whether what has to be alike is; None: there is no such thing."""
