@@ -13,7 +13,12 @@ namespace xopt::XOPT_ISA {
 
 template <class Block>
 struct PaddedPlan {
-  explicit PaddedPlan(const ConvCall& call) : image(call.input), most_bytes(l2_bytes() * 3 / 8) {}
+  explicit PaddedPlan(const ConvCall& call) : image(call.input) {
+    // Weights that do not stay in L2 are read again for each chunk.
+    const PackedWeight& w = call.weight;
+    const bool weights_stay = w.panels / call.products * w.panel_bytes <= l2_bytes() / 2;
+    most_bytes = weights_stay ? l2_bytes() / 8 : l2_bytes() * 3 / 8;
+  }
 
   // Whether blocks can read rows there, and it pays. It is the same for some lines of an image as for all.
   bool chosen(const ConvCall& call) const {
@@ -45,11 +50,11 @@ struct PaddedPlan {
     return lines.count() * image.line_elements() * static_cast<int64_t>(sizeof(typename Block::A));
   }
   bool two_lines_fit(const PatchesView& v) const {
-    return bytes(image.lines_under(0, minimum(v.out[1], int64_t{2}) * v.out[2])) <= 2 * most_bytes;
+    return bytes(image.lines_under(0, minimum(v.out[1], int64_t{2}) * v.out[2])) <= l2_bytes() * 3 / 4;
   }
 
   const PaddedImage image;  // any product's: they are alike
-  const int64_t most_bytes;
+  int64_t most_bytes;       // of a chunk's lines
 };
 
 // The pieces of all k blocks.
