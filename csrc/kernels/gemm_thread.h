@@ -10,7 +10,8 @@
 //         panel           the block's product; sums wait in scratch for the next k block
 //
 // Tiles are read from A itself where its rows are what a copy would be: bf16 or int8, whole tiles, at whole cache lines.
-// So are floats that fp32 weights meet, unless their rows meet in few sets of L1. Blocks of floats do simple epilogues
+// So are floats that fp32 weights meet, unless their rows meet in few sets of L1, and all rows of a view with kInPlace,
+// which says where they and their pieces begin. Blocks of floats do simple epilogues
 // themselves, in their registers; others on the vector ports finish a row block's strip of sums, all panels of the chunk,
 // after its last k block. With
 // AMX each panel's sums go to the epilogue on their own, between the products of the next panel (simple ones by
