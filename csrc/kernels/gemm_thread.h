@@ -11,13 +11,12 @@
 //
 // Tiles are read from A itself where its rows are what a copy would be: bf16 or int8, whole tiles, at whole cache lines.
 // So are floats that fp32 weights meet, unless their rows meet in few sets of L1, and all rows of a view with kInPlace,
-// which says where they and their pieces begin. Blocks of floats do simple epilogues
-// themselves, in their registers; others on the vector ports finish a row block's strip of sums, all panels of the chunk,
-// after its last k block. With
-// AMX each panel's sums go to the epilogue on their own, between the products of the next panel (simple ones by
-// panel_output.h), and the weights of the next chunk are fetched into L2 meanwhile, spread evenly over the k steps; where
-// all panels are one chunk, the next panel's while the first row block passes. (Vector blocks fetch none where many row
-// blocks share them: prefetches in their loops cost more than the first row block's misses.)
+// which says where they and their pieces begin. Blocks of floats do simple epilogues themselves, in their registers; others
+// on the vector ports finish a row block's strip of sums, all panels of the chunk, after its last k block. With AMX each
+// panel's sums go to the epilogue on their own, between the products of the next panel (simple ones by panel_output.h), and
+// the weights of the next chunk are fetched into L2 meanwhile, spread evenly over the k steps; where all panels are one
+// chunk, the next panel's while the first row block passes. (Vector blocks fetch none where many row blocks share them:
+// prefetches in their loops cost more than the first row block's misses.)
 // A call with one row block goes panel by panel, so that weights stream in their order in memory.
 #pragma once
 
