@@ -1,4 +1,4 @@
-"""What autotuning may choose for attention, depthwise convolutions and products with weights of a few bits: every
+"""What autotuning may choose for attention, convolutions and products with weights of a few bits: every
 candidate, at every level, is as right as the heuristics' own choice, and the same bits for any number of threads."""
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ DEPTHWISE: dict[str, Any] = {
     "wide lines": {"size": "2x67", "groups": 3, "kernel": "1x5", "padding": "0x0x2x2", "dilation": "1x2"},
     "many channels": {"images": 2, "size": "4x5", "groups": 290, "kernel": "3x3", "padding": "1x1x1x1"},
 }
+
+
+# Rows out of a padded image, and patches; pieces of k that end within tiles; channels that are interleaved.
+DENSE: dict[str, Any] = {
+    "even lines": {"size": "9x20", "channels": 32, "out_channels": 40, "kernel": "3x3", "padding": "1x1x1x1"},
+    "odd lines": {"images": 2, "size": "5x7", "channels": 20, "out_channels": 9, "kernel": "3x3", "padding": "1x1x1x1"},
+    "few channels": {"size": "13x30", "channels": 3, "out_channels": 32, "kernel": "5x7", "stride": "2x2",
+                     "padding": "2x2x3x3", "layout": "contiguous"},
+}  # fmt: skip
 
 
 def sanitized(dtype: str) -> Any:
@@ -77,6 +86,14 @@ def check_all(family: str, made: Sequence[Any], kernel: str, dtype: str) -> None
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_attention_is_right_by_each_candidate(dtype: str) -> None:
     check_all("attention", [with_fields(case, dtype=dtype) for case in ATTENTION], "attention", dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_convolutions_are_right_by_each_candidate(dtype: str) -> None:
+    made = [ConvCase(**fields, packed=dtype, input=dtype, weight=dtype, bias="f32") for fields in DENSE.values()]
+    check_all("conv", made, "conv", dtype)
+    _C.cap_isa(levels()[-1])
+    assert any("patches" in text for text, _ in _C.tuning_candidates("conv", dtype, THREADS))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -287,9 +287,11 @@ std::vector<Tuning> blockings_of(const TuningKey& key, Isa usual) {
   if (depthwise) return found;
   if (usual != Isa::amx) {
     for (const TunedStay stay : {TunedStay::never, TunedStay::always}) add([&](Tuning& c) { c.weights_stay = stay; });
-  } else if (key.kernel == "conv") {
-    for (const TunedPath path : {TunedPath::patches, TunedPath::raster}) add([&](Tuning& c) { c.path = path; });
   }
+  // Vector blocks read floats out of a padded image wherever they can; integers always come as patches.
+  const bool is_int8 = key.dtype == "u8s8" || key.dtype == "s8s8";
+  if (key.kernel == "conv" && (usual == Isa::amx || !is_int8)) add([](Tuning& c) { c.path = TunedPath::patches; });
+  if (key.kernel == "conv" && usual == Isa::amx) add([](Tuning& c) { c.path = TunedPath::raster; });
   return found;
 }
 
