@@ -51,12 +51,13 @@ void each_part(const ConvCall& call, const GemmPlan<Block>& plan, const Compute&
   });
 }
 
-// Whether patches would convert pixels, each once for each place of the kernel.
-inline bool converts_often(const ConvCall& call) {
-  const PatchesView& v = call.input;
-  const bool overlaps = v.kernel[0] * v.kernel[1] * v.kernel[2] > v.stride[0] * v.stride[1] * v.stride[2];
-  return v.dtype != DType::bf16 && overlaps;
+// Whether patches share pixels.
+inline bool overlaps(const PatchesView& v) {
+  return v.kernel[0] * v.kernel[1] * v.kernel[2] > v.stride[0] * v.stride[1] * v.stride[2];
 }
+
+// Whether patches would convert pixels, each once for each place of the kernel.
+inline bool converts_often(const ConvCall& call) { return call.input.dtype != DType::bf16 && overlaps(call.input); }
 
 // The call with its input in what Block multiplies, pixel after pixel, written to `to`.
 template <class Block>

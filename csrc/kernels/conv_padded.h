@@ -13,20 +13,14 @@ namespace xopt::XOPT_ISA {
 
 template <class Block>
 struct PaddedPlan {
-  explicit PaddedPlan(const ConvCall& call) : image(call.input) {
-    // Weights that do not stay in L2 are read again for each chunk.
-    const PackedWeight& w = call.weight;
-    const bool weights_stay = w.panels / call.products * w.panel_bytes <= l2_bytes() / 2;
-    most_bytes = weights_stay ? l2_bytes() / 8 : l2_bytes() * 3 / 8;
-  }
+  explicit PaddedPlan(const ConvCall& call) : image(call.input) {}
 
   // Whether blocks can read rows there, and it pays. It is the same for some lines of an image as for all.
   bool chosen(const ConvCall& call) const {
     const PatchesView& v = call.input;
     if (call.tuning.path == TunedPath::patches || v.channels == 0) return false;
     if (image.run_elements() % (Block::kTileK / kTileRows) != 0) return false;
-    const bool overlaps = v.kernel[0] * v.kernel[1] * v.kernel[2] > v.stride[0] * v.stride[1] * v.stride[2];
-    return overlaps && rows_of_block(v.out[2], Block::kRows) > 0 && rows_stay_in_l1() && two_lines_fit(v);
+    return overlaps(v) && rows_of_block(v.out[2], Block::kRows) > 0 && rows_stay_in_l1() && two_lines_fit(v);
   }
 
   // About `rows`, none of which share a pointer and lie in different lines; 0: they would be few.
@@ -40,10 +34,9 @@ struct PaddedPlan {
 
   // Beside their weights, while panels pass.
   bool rows_stay_in_l1() const {
-    constexpr int64_t kWaysOfWeights = 2, kRowBytes = Block::kMaxTiles * kTileRows * kBytesOfRow<Block>;
-    constexpr int64_t kElement = sizeof(typename Block::A);
+    constexpr int64_t kElement = sizeof(typename Block::A), kRowBytes = Block::kMaxTiles * Block::kTileK * kElement;
     const int64_t bytes = minimum(kRowBytes, image.run_elements() * kElement), step = image.row_step() * kElement;
-    return step <= bytes || most_lines_of_a_set(Block::kRows, bytes, step) <= l1d_ways() - kWaysOfWeights;
+    return step <= bytes || stay_in_l1(Block::kRows, bytes, step);
   }
 
   int64_t bytes(PaddedImage::Lines lines) const {
@@ -54,7 +47,6 @@ struct PaddedPlan {
   }
 
   const PaddedImage image;  // any product's: they are alike
-  int64_t most_bytes;       // of a chunk's lines
 };
 
 // The pieces of all k blocks.
@@ -87,9 +79,12 @@ void compute_padded(const GemmCall& gemm, PaddedImage image, const PaddedPlan<Bl
   const auto lines_of = [&](int64_t begin, int64_t end) {
     return image.lines_under(begin * plan.block_rows, minimum(end * plan.block_rows, gemm.m));
   };
+  // Weights that do not stay in L2 are read again for each chunk.
+  const bool weights_stay = gemm.weight.panels * gemm.weight.panel_bytes <= plan.most_resident;
+  const int64_t most_bytes = weights_stay ? l2_bytes() / 8 : l2_bytes() * 3 / 8;
   int64_t chunks = 1;
   while (chunks < blocks.size() &&
-         padded.bytes(lines_of(blocks.begin, blocks.begin + ceil_div(blocks.size(), chunks))) > padded.most_bytes) {
+         padded.bytes(lines_of(blocks.begin, blocks.begin + ceil_div(blocks.size(), chunks))) > most_bytes) {
     ++chunks;
   }
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {

@@ -36,6 +36,15 @@ inline int64_t most_lines_of_a_set(int64_t rows, int64_t bytes, int64_t step) {
   return most;
 }
 
+// Whether so many bytes of rows, which begin `step` bytes apart, stay in L1 beside weights. A row has fewer than all sets
+// hold together.
+inline bool stay_in_l1(int64_t rows, int64_t bytes, int64_t step) {
+  constexpr int64_t kWaysOfWeights = 2;
+  // Fewer rows than ways never fill a set.
+  if (rows <= l1d_ways() - kWaysOfWeights) return true;
+  return most_lines_of_a_set(rows, bytes, step) <= l1d_ways() - kWaysOfWeights;
+}
+
 template <class Block>
 struct GemmPlan {
   // Panels of a chunk. More would spare loading the copy of A into L1 again, but the first chunk's weights come in
@@ -72,12 +81,7 @@ struct GemmPlan {
   }
 
   // Whether a k block's part of a row block's rows, these bytes apart, stays in L1 while panels pass, beside their weights.
-  bool rows_stay_in_l1(int64_t step) const {
-    constexpr int64_t kWaysOfWeights = 2;
-    // Fewer rows than ways never fill a set, since a k block's part of each is less than all sets together.
-    if (block_rows <= l1d_ways() - kWaysOfWeights) return true;
-    return most_lines_of_a_set(block_rows, row_bytes(), step) <= l1d_ways() - kWaysOfWeights;
-  }
+  bool rows_stay_in_l1(int64_t step) const { return stay_in_l1(block_rows, row_bytes(), step); }
 
   int64_t block_rows, row_blocks;
   int64_t k_block_tiles, k_blocks;

@@ -197,7 +197,6 @@ class GemmThread {
   }
   // Of a row block: a tile reads all of its rows.
   bool in_place(int64_t rb) const {
-    if (View::kInPlace) return true;
     return in_place_.step != 0 && (!Block::kBackground || plan_.rows_of(rb, call_.m) % kTileRows == 0);
   }
 

@@ -28,7 +28,7 @@ struct Prefetch {
 // Values along k that lie side by side in rows of A as in the weights: some tiles, and rows of one more.
 struct Piece {
   int32_t a, b;  // bytes from where rows and where the panel begin
-  int32_t line;  // of the kernel of a convolution
+  int32_t line;  // of a plane of a convolution's kernel
   uint8_t tiles, rows;
   uint8_t ends_chain;  // 1: sums are added up after it
 };

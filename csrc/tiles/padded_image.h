@@ -68,7 +68,7 @@ class PaddedImage {
       piece.b = static_cast<int32_t>(b);
       piece.tiles = static_cast<uint8_t>(whole);
       piece.rows = static_cast<uint8_t>(rest);
-      piece.line = static_cast<int32_t>(k / (view_.kernel[2] * view_.channels));
+      piece.line = static_cast<int32_t>(k / (view_.kernel[2] * view_.channels) % view_.kernel[1]);
       piece.ends_chain = chain == 0 ? 1 : 0;
       k += length;
     }
@@ -92,8 +92,7 @@ class PaddedImage {
     int64_t count = 0;
     for (int64_t i = 0; i < block->k_tiles; ++i) {
       const Piece& piece = block->pieces[i];
-      const int64_t line = piece.line % view_.kernel[1];
-      if (line >= lines_inside_.begin && line < lines_inside_.end) {
+      if (piece.line >= lines_inside_.begin && piece.line < lines_inside_.end) {
         pieces_.needed[count++] = piece;
       } else if (count > 0) {
         pieces_.needed[count - 1].ends_chain |= piece.ends_chain;  // the same sums with and without

@@ -73,10 +73,10 @@ class Layout:
         """`forward(module, args, kwargs)` with images in another layout."""
         if not self._dims or torch.compiler.is_compiling() or torch._C._is_tracing():
             return forward(module, args, kwargs)
-        if not any(map(self._is_to_change, (*args, *kwargs.values()))):
+        if not any(map(self._has_channels_first, (*args, *kwargs.values()))):
             return forward(module, args, kwargs)
-        changed_args = tuple(self._changed(value) for value in args)
-        changed_kwargs = {name: self._changed(value) for name, value in kwargs.items()}
+        changed_args = tuple(self._channels_last(value) for value in args)
+        changed_kwargs = {name: self._channels_last(value) for name, value in kwargs.items()}
         try:
             with inside():
                 result = forward(module, changed_args, changed_kwargs)
@@ -90,13 +90,14 @@ class Layout:
             return forward(module, args, kwargs)
         return map_tensors(self._contiguous, result)
 
-    def _is_to_change(self, value: Any) -> bool:
+    def _has_channels_first(self, value: Any) -> bool:
+        """Whether it is an image in another layout than convolutions compute in."""
         if type(value) is not torch.Tensor or value.dim() not in self._dims or value.dtype not in FLOATING:
             return False
         return value.stride(1) != 1 and has_kernels(value.device) and value.layout == torch.strided
 
-    def _changed(self, value: Any) -> Any:
-        if not self._is_to_change(value) or (value.size(1) <= _FEW_CHANNELS and value.device.type == "cpu"):
+    def _channels_last(self, value: Any) -> Any:
+        if not self._has_channels_first(value) or (value.size(1) <= _FEW_CHANNELS and value.device.type == "cpu"):
             return value
         return value.contiguous(memory_format=_FORMATS[value.dim()])
 
