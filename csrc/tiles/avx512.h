@@ -56,7 +56,7 @@ XOPT_INLINE F load(const Bf16* p) {
 }
 XOPT_INLINE F load(const F16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
-// The first n (0 < n < 16) of a vector, past which no memory is touched (other dtypes: vector.h).
+// The first n (0 <= n <= 16) of a vector, past which no memory is touched (other dtypes: vector.h).
 XOPT_INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1U << n) - 1); }
 XOPT_INLINE F load_part(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
 XOPT_INLINE F load_part(const Bf16* p, int64_t n) {
