@@ -26,42 +26,48 @@ constexpr int64_t kStripRows = 2 * kOutputs;   // outputs of a line that go to t
 constexpr int64_t kChunkBytes = 48 << 10;      // of a chunk's weights and the lines under the kernel
 constexpr int64_t kProductsOfAThread = 32768;  // fewer are not worth waking another thread
 
-// The weights of 16 channels, a tile's, at one position: a row of the tile, in which some positions lie side by side.
-const uint8_t* tile_row(const PackedWeight& w, int64_t channel, int64_t position) {
-  const int64_t tile_k = packed_tile_k(w.dtype), group = packed_group(w.dtype);
-  return w.panel_data + channel / kPanelColumns * w.panel_bytes + position / tile_k * 2 * kTileBytes +
-         channel % kPanelColumns / kTileColumns * kTileBytes + position % tile_k / group * 64;
+// A row of the tile that holds 16 channels' weights: those of some positions that follow each other, side by side.
+const uint8_t* tile_row(const PackedWeight& w, int64_t channel, int64_t row) {
+  return w.panel_data + channel / kPanelColumns * w.panel_bytes + row / kTileRows * 2 * kTileBytes +
+         channel % kPanelColumns / kTileColumns * kTileBytes + row % kTileRows * 64;
 }
 
-void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, int32_t* to) {
-  const auto* row = reinterpret_cast<const int8_t*>(tile_row(w, channel, position));
-  const int64_t group = packed_group(w.dtype);
-  for (int64_t i = 0; i < kTileColumns; ++i) {
-    to[i] = row[group * i + position % group] - (w.zero_point != nullptr ? w.zero_point[channel + i] : 0);
+// The weights of 16 channels at all positions, one position after the other.
+void spread_weights(const PackedWeight& w, int64_t channel, int64_t positions, int32_t* to) {
+  constexpr int64_t kSideBySide = 4;
+  for (int64_t position = 0; position < positions; ++position, to += kTileColumns) {
+    const auto* row = reinterpret_cast<const int8_t*>(tile_row(w, channel, position / kSideBySide));
+    for (int64_t i = 0; i < kTileColumns; ++i) {
+      to[i] = row[kSideBySide * i + position % kSideBySide] - (w.zero_point != nullptr ? w.zero_point[channel + i] : 0);
+    }
   }
 }
 
-void tile_weights(const PackedWeight& w, int64_t channel, int64_t position, float* to) {
-  const uint8_t* row = tile_row(w, channel, position);
+// Of a row with two positions of bf16 or fp16 the one in the lower half of each pair, or in the upper one.
+void spread_halves(DType dtype, const uint32_t* pairs, bool upper, float* to) {
+  if (dtype == DType::bf16) {
+    uint32_t bits[kTileColumns];
+    for (int64_t i = 0; i < kTileColumns; ++i) bits[i] = upper ? pairs[i] & 0xffff0000U : pairs[i] << 16;
+    __builtin_memcpy(to, bits, sizeof(bits));
+    return;
+  }
+  F16 halves[kTileColumns];
+  for (int64_t i = 0; i < kTileColumns; ++i) halves[i].bits = static_cast<uint16_t>(pairs[i] >> (upper ? 16 : 0));
+  for (int64_t i = 0; i < kTileColumns; i += kWidth) store(to + i, load(halves + i));
+}
+
+void spread_weights(const PackedWeight& w, int64_t channel, int64_t positions, float* to) {
   if (w.dtype == DType::f32) {
-    __builtin_memcpy(to, row, kTileColumns * sizeof(float));
+    for (int64_t position = 0; position < positions; ++position, to += kTileColumns) {
+      __builtin_memcpy(to, tile_row(w, channel, position), kTileColumns * sizeof(float));
+    }
     return;
   }
-  // Two positions lie side by side.
-  if (w.dtype == DType::bf16) {
+  for (int64_t position = 0; position < positions; position += 2, to += 2 * kTileColumns) {
     uint32_t pairs[kTileColumns];
-    __builtin_memcpy(pairs, row, sizeof(pairs));
-    const uint32_t shift = position % 2 == 0 ? 16 : 0;
-    for (uint32_t& pair : pairs) pair = pair << shift & 0xffff0000U;
-    __builtin_memcpy(to, pairs, sizeof(pairs));
-    return;
-  }
-  uint16_t bits[kTileColumns];
-  for (int64_t i = 0; i < kTileColumns; ++i) {
-    __builtin_memcpy(bits + i, row + (2 * i + position % 2) * sizeof(uint16_t), sizeof(uint16_t));
-  }
-  for (int64_t i = 0; i < kTileColumns; i += kWidth) {
-    store(to + i, load(reinterpret_cast<const F16*>(bits + i)));
+    __builtin_memcpy(pairs, tile_row(w, channel, position / 2), sizeof(pairs));
+    spread_halves(w.dtype, pairs, false, to);
+    if (position + 1 < positions) spread_halves(w.dtype, pairs, true, to + kTileColumns);
   }
 }
 
@@ -170,10 +176,8 @@ class DepthwiseThread {
     reads_input_ = kCouldReadInput && columns_ % kWidth == 0;
     if (weights_in_place()) return;
     Value* to = weights_.as<Value>();
-    for (int64_t c = 0; c < padded; c += kTileColumns) {
-      for (int64_t position = 0; position < plan_.positions; ++position, to += kTileColumns) {
-        tile_weights(call_.weight, channel + c, position, to);
-      }
+    for (int64_t c = 0; c < padded; c += kTileColumns, to += plan_.positions * kTileColumns) {
+      spread_weights(call_.weight, channel + c, plan_.positions, to);
     }
   }
 

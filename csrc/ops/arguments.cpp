@@ -319,8 +319,6 @@ void* Tensor::mutable_data() const {
   return data;
 }
 
-std::string Tensor::shape_text() const { return list_text(sizes_, dims_); }
-
 Integers::Integers(StableListHandle list) {
   size_t size = 0;
   const bool read = torch_list_size(list, &size) == AOTI_TORCH_SUCCESS;
@@ -337,8 +335,6 @@ void Integers::add(int64_t value) {
   if (size_ < kMost) values_[size_] = value;
   ++size_;
 }
-
-std::string Integers::text() const { return list_text(values_, size_ < kMost ? size_ : kMost); }
 
 Tensors::Tensors(StableListHandle list) {
   size_t size = 0;

@@ -41,6 +41,14 @@ int32_t dtype_to_torch(DType dtype);
 std::string torch_dtype_name(int32_t code);
 std::string list_text(const int64_t* values, int64_t count);  // "[2, 3]"
 
+// Numbers that are somebody else's. Their text is made where an error wants it: it costs as much as a small product.
+struct ListView {
+  const int64_t* values;
+  int64_t count;
+  int64_t operator[](int64_t i) const { return values[i]; }
+  std::string text() const { return list_text(values, count); }
+};
+
 // An owned tensor, or one that is borrowed of its owner. The sizes and strides are those of the tensor object and live as
 // long as it.
 class Tensor {
@@ -89,7 +97,8 @@ class Tensor {
   AtenTensorHandle share() const;  // another reference
   Tensor borrow() const;           // the same one, for as long as this one lives
   AtenTensorHandle release();
-  std::string shape_text() const;  // "[2, 3]"
+  ListView shape() const { return {sizes_, dims_}; }
+  std::string shape_text() const { return shape().text(); }  // "[2, 3]"
 
  private:
   Tensor(const Tensor&) = default;  // a borrowed one's beginning: who owns the handle is not asked
@@ -143,7 +152,8 @@ class Integers {
   int64_t size() const { return size_; }  // as given, also where that is more than kMost
   int64_t operator[](int64_t i) const { return values_[i]; }
   const int64_t* data() const { return values_; }  // zeros after the last
-  std::string text() const;                        // "[2, 3]"
+  ListView view() const { return {values_, size_ < kMost ? size_ : kMost}; }
+  std::string text() const { return view().text(); }  // "[2, 3]"
 
  private:
   int64_t size_ = 0;

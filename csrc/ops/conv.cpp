@@ -29,7 +29,7 @@ struct ConvArguments {
 
 ConvLayout weight_layout(const ConvArguments& arguments) {
   const Integers& sizes = arguments.weight_size;
-  return conv_layout(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.geometry.groups);
+  return conv_layout(kOp, "weight_size", sizes.view(), arguments.geometry.groups);
 }
 
 Tensor conv(Stack stack) {

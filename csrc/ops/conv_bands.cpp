@@ -238,7 +238,10 @@ class Bands {
 
 }  // namespace
 
-PlannedConvs::PlannedConvs(int64_t threads) : outer_(standing), threads_(threads) { standing = this; }
+PlannedConvs::PlannedConvs(int64_t threads) : outer_(standing), threads_(threads) {
+  convs_.reserve(kMost);
+  standing = this;
+}
 PlannedConvs::~PlannedConvs() { standing = outer_; }
 PlannedConvs* PlannedConvs::current() { return standing; }
 

@@ -25,18 +25,21 @@ struct ConvLayout {
   int64_t columns() const { return positions() * (depthwise ? 1 : merged * group_in); }
 };
 
-// Checks the sizes of a weight, named `name` in errors, and the groups.
-inline ConvLayout conv_layout(const char* op, const char* name, const int64_t* sizes, int64_t count,
-                              const std::string& text, int64_t groups) {
+// Checks the sizes of a weight, named `name` in errors, and the groups. `given`: those that errors speak of.
+inline ConvLayout conv_layout(const char* op, const char* name, const ListView& sizes, int64_t groups,
+                              const ListView& given) {
+  const int64_t count = sizes.count;
   if (count < 3 || count > 5) {
     fail(op, name, "expected [out_channels, in_channels / groups, kernel...] with 1 to 3 sizes of the kernel, got ",
-         text);
+         given.text());
   }
   ConvLayout layout{sizes[0], sizes[1], groups, count - 2, {1, 1, 1}, false, 1};
   int64_t elements = 1;
   for (int64_t i = 0; i < count; ++i) {
-    if (sizes[i] < (i < 2 ? 0 : 1)) fail(op, name, "expected sizes of at least ", i < 2 ? 0 : 1, ", got ", text);
-    if (__builtin_mul_overflow(elements, sizes[i] + 1, &elements)) fail(op, name, "its sizes ", text, " are too large");
+    if (sizes[i] < (i < 2 ? 0 : 1))
+      fail(op, name, "expected sizes of at least ", i < 2 ? 0 : 1, ", got ", given.text());
+    if (__builtin_mul_overflow(elements, sizes[i] + 1, &elements))
+      fail(op, name, "its sizes ", given.text(), " are too large");
   }
   for (int64_t i = 0; i < layout.dims; ++i) layout.kernel[3 - layout.dims + i] = sizes[2 + i];
   if (groups < 1) fail(op, "groups", "expected a number of at least 1, got ", groups);
@@ -54,6 +57,9 @@ inline ConvLayout conv_layout(const char* op, const char* name, const int64_t* s
     if (groups % merged == 0) layout.merged = merged;
   }
   return layout;
+}
+inline ConvLayout conv_layout(const char* op, const char* name, const ListView& sizes, int64_t groups) {
+  return conv_layout(op, name, sizes, groups, sizes);
 }
 
 // Whether a packed weight was made for this.

@@ -16,7 +16,7 @@ ConvWeightView weight_view(const ConvLayout& layout, const void* data, DType dty
 }
 
 ConvLayout layout_of(const char* op, const Tensor& weight, int64_t groups) {
-  return conv_layout(op, "weight", weight.sizes(), weight.dims(), weight.shape_text(), groups);
+  return conv_layout(op, "weight", weight.shape(), groups);
 }
 
 Tensor packed_bytes(const char* op, const ConvLayout& layout, const Tensor& weight, DType source,
@@ -76,7 +76,7 @@ void conv_unpack(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* kOp = "conv_unpack";
   const UnpackArguments arguments{Stack(stack)};
   const Integers& sizes = arguments.weight_size;
-  const ConvLayout layout = conv_layout(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.groups);
+  const ConvLayout layout = conv_layout(kOp, "weight_size", sizes.view(), arguments.groups);
   const PackedHeader header = packed_header(kOp, arguments.packed);
   const DType dtype = parse_dtype(kOp, "dtype", arguments.dtype, kFloating);
   if (header.dtype != dtype) {
@@ -112,7 +112,7 @@ void conv_unpack_int8(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* kOp = "conv_unpack_int8";
   const UnpackInt8Arguments arguments{Stack(stack)};
   const Integers& sizes = arguments.weight_size;
-  const ConvLayout layout = conv_layout(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.groups);
+  const ConvLayout layout = conv_layout(kOp, "weight_size", sizes.view(), arguments.groups);
   check_conv_packed(kOp, packed_header(kOp, arguments.packed), layout, true);
 
   Tensor weight = Tensor::empty_weight(sizes.data(), sizes.size(), DType::s8);

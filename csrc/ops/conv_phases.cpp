@@ -22,11 +22,12 @@ std::vector<Taps> phases_along(int64_t kernel, int64_t stride, int64_t dilation,
 
 }  // namespace
 
-ConvPhases conv_phases(const char* op, const char* name, const int64_t* sizes, int64_t count, const std::string& text,
-                       int64_t groups, const Integers& stride, const Integers& dilation) {
+ConvPhases conv_phases(const char* op, const char* name, const ListView& sizes, int64_t groups, const Integers& stride,
+                       const Integers& dilation) {
+  const int64_t count = sizes.count;
   if (count < 3 || count > 5) {
     fail(op, name, "expected [in_channels, out_channels / groups, kernel...] with 1 to 3 sizes of the kernel, got ",
-         text);
+         sizes.text());
   }
   if (groups < 1 || sizes[0] % groups != 0) {
     fail(op, "groups", "expected a divisor of the ", sizes[0], " input channels, got ", groups);
@@ -39,17 +40,17 @@ ConvPhases conv_phases(const char* op, const char* name, const int64_t* sizes, i
   check_integers(op, "stride", stride, all.dims, 1);
   check_integers(op, "dilation", dilation, all.dims, 1);
   int64_t channels = 0;
-  if (__builtin_mul_overflow(sizes[1], groups, &channels)) fail(op, name, "its sizes ", text, " are too large");
+  if (__builtin_mul_overflow(sizes[1], groups, &channels)) fail(op, name, "its sizes ", sizes.text(), " are too large");
   int64_t whole[5] = {channels, all.group_in(), 1, 1, 1};
   for (int64_t i = 2; i < count; ++i) whole[i] = sizes[i];
-  conv_layout(op, name, whole, count, text, groups);  // for its checks
+  conv_layout(op, name, {whole, count}, groups, sizes);  // for its checks
 
   std::vector<Taps> along[3] = {{Taps{}}, {Taps{}}, {Taps{}}};
   for (int64_t i = 0; i < all.dims; ++i) {
     const int64_t at = 3 - all.dims + i, common = std::gcd(stride[i], dilation[i]);
     int64_t extent = 0;
     if (__builtin_mul_overflow(dilation[i], sizes[2 + i] - 1, &extent)) {
-      fail(op, "dilation", "expected smaller numbers for a kernel of ", text, ", got ", dilation.text());
+      fail(op, "dilation", "expected smaller numbers for a kernel of ", sizes.text(), ", got ", dilation.text());
     }
     all.kernel[at] = sizes[2 + i];
     all.stride[at] = stride[i];
@@ -64,7 +65,7 @@ ConvPhases conv_phases(const char* op, const char* name, const int64_t* sizes, i
       for (const Taps& width : along[2]) {
         const int64_t taps[3] = {depth.count, height.count, width.count};
         for (int64_t i = 0; i < all.dims; ++i) whole[2 + i] = taps[3 - all.dims + i];
-        all.phases.push_back({{depth, height, width}, conv_layout(op, name, whole, count, text, groups)});
+        all.phases.push_back({{depth, height, width}, conv_layout(op, name, {whole, count}, groups, sizes)});
       }
     }
   }

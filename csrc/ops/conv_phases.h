@@ -38,8 +38,8 @@ struct ConvPhases {
 };
 
 // Of a weight [in, out / groups, kernel...], whose sizes are named `name` in errors.
-ConvPhases conv_phases(const char* op, const char* name, const int64_t* sizes, int64_t count, const std::string& text,
-                       int64_t groups, const Integers& stride, const Integers& dilation);
+ConvPhases conv_phases(const char* op, const char* name, const ListView& sizes, int64_t groups, const Integers& stride,
+                       const Integers& dilation);
 
 // The part of a weight that a phase's convolution has, given the strides of the whole.
 ConvWeightView phase_weight(const ConvPhases& phases, const ConvPhase& phase, const void* data, DType dtype,

@@ -133,8 +133,7 @@ void run_phases(const ConvTransposeArguments& arguments, const ConvPhases& phase
 
 ConvPhases phases_of(const ConvTransposeArguments& arguments) {
   const Integers& sizes = arguments.weight_size;
-  return conv_phases(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.groups, arguments.stride,
-                     arguments.dilation);
+  return conv_phases(kOp, "weight_size", sizes.view(), arguments.groups, arguments.stride, arguments.dilation);
 }
 
 void conv_transpose(StableIValue* stack, uint64_t, uint64_t) {

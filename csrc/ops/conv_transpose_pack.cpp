@@ -28,8 +28,8 @@ void conv_transpose_pack(StableIValue* stack, uint64_t, uint64_t) {
   const Checked checked{kOp, "weight", weight};
   checked.cpu();
   const DType source = checked.dtype(kFloating);
-  const ConvPhases phases = conv_phases(kOp, "weight", weight.sizes(), weight.dims(), weight.shape_text(),
-                                        arguments.groups, arguments.stride, arguments.dilation);
+  const ConvPhases phases =
+      conv_phases(kOp, "weight", weight.shape(), arguments.groups, arguments.stride, arguments.dilation);
   const std::vector<int64_t> offsets = phase_offsets(kOp, phases, dtype);
   Tensor packed = Tensor::packed_bytes(offsets.back());
   auto* bytes = static_cast<uint8_t*>(packed.mutable_data());
@@ -61,8 +61,8 @@ void conv_transpose_unpack(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* kOp = "conv_transpose_unpack";
   const UnpackArguments arguments{Stack(stack)};
   const Integers& sizes = arguments.weight_size;
-  const ConvPhases phases = conv_phases(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.groups,
-                                        arguments.stride, arguments.dilation);
+  const ConvPhases phases =
+      conv_phases(kOp, "weight_size", sizes.view(), arguments.groups, arguments.stride, arguments.dilation);
   const DType dtype = parse_dtype(kOp, "dtype", arguments.dtype, kFloating);
   const DType packed_dtype = packed_phases_dtype(kOp, arguments.packed, phases);
   if (packed_dtype != dtype) {

@@ -48,8 +48,7 @@ void qconv(StableIValue* stack, uint64_t, uint64_t) {
                      {kOp, "bias", arguments.bias},
                      {kOp, "other", arguments.fused.other}});
   const Integers& sizes = arguments.weight_size;
-  const ConvLayout layout =
-      conv_layout(kOp, "weight_size", sizes.data(), sizes.size(), sizes.text(), arguments.geometry.groups);
+  const ConvLayout layout = conv_layout(kOp, "weight_size", sizes.view(), arguments.geometry.groups);
   check_conv_input(kOp, input, layout.dims, layout.group_in, layout.groups, {DType::u8, DType::s8});
   check_conv_packed(kOp, packed_header(kOp, arguments.packed), layout, true);
   ConvCall call{arguments.geometry.view(kOp, input, layout),
