@@ -15,23 +15,22 @@
 #include "kernels/attention_pack.h"
 #include "kernels/attention_product.h"
 #include "kernels/attention_stream.h"
+#include "kernels/row_blocks.h"
 #include "runtime/arena.h"
 #include "runtime/registry.h"
 
 namespace xopt::XOPT_ISA {
 
 template <class Block>
-struct AttentionPlan {
+struct AttentionPlan : RowBlocks {
   static constexpr int64_t kMostRows = 1024;  // of an item: their sums stay in L2 or near it
   static constexpr int64_t kLeastRows = 128;  // fewer would pack keys and values for too little
   static constexpr int64_t kMostTerms = Block::kMaxTiles * Block::kTileK;
   static constexpr int64_t kMostKeysOfBlock = kMostKeys < kMostTerms ? kMostKeys : kMostTerms;
   static_assert(kKeyBlock <= kMostKeysOfBlock);
 
-  explicit AttentionPlan(const AttentionCall& call) {
-    rows = call.queries * call.group;
-    block_rows = Block::kEvenRows ? ceil_div(rows, ceil_div(rows, Block::kRows)) : Block::kRows;
-    row_blocks = ceil_div(rows, block_rows);
+  explicit AttentionPlan(const AttentionCall& call)
+      : RowBlocks(call.queries * call.group, Block::kRows, Block::kEvenRows) {
     depth_tiles = ceil_div(call.depth, Block::kTileK);
     depth_blocks = maximum<int64_t>(1, ceil_div(depth_tiles, Block::kMaxTiles));
     key_panel_bytes = depth_tiles * 2 * kTileBytes;
@@ -51,7 +50,6 @@ struct AttentionPlan {
     items = heads * parts;
   }
 
-  int64_t rows, block_rows, row_blocks;
   int64_t key_block = kKeyBlock, value_panel_bytes;
   int64_t depth_tiles, depth_blocks;  // of the depth: tiles, and blocks of at most kMaxTiles
   int64_t key_panel_bytes, value_panels;
@@ -109,12 +107,10 @@ class AttentionThread {
   }
 
  private:
-  Range rows_of(int64_t block) const {
-    return {block * plan_.block_rows, minimum((block + 1) * plan_.block_rows, plan_.rows)};
-  }
+  Range rows_of(int64_t block) const { return {plan_.first_row(block), plan_.first_row(block + 1)}; }
   KeyRange keys_of(Range blocks) const {
     const int64_t last_row = rows_of(blocks.end - 1).end - 1;
-    return keys_of_queries(call_, blocks.begin * plan_.block_rows / call_.group, last_row / call_.group);
+    return keys_of_queries(call_, plan_.first_row(blocks.begin) / call_.group, last_row / call_.group);
   }
   float* sums_of(int64_t block) const { return sums_ + (block - blocks_.begin) * plan_.value_panels * kAccValues; }
   State* state_of(int64_t block) const { return states_ + (block - blocks_.begin); }

@@ -77,7 +77,7 @@ void compute_padded(const GemmCall& gemm, PaddedImage image, const PaddedPlan<Bl
                     const GemmPlan<Block>& plan, EpilogueFn* epilogue, Range blocks, Range panels,
                     int64_t weights_end) {
   const auto lines_of = [&](int64_t begin, int64_t end) {
-    return image.lines_under(begin * plan.block_rows, minimum(end * plan.block_rows, gemm.m));
+    return image.lines_under(plan.first_row(begin), plan.first_row(end));
   };
   // Weights that do not stay in L2 are read again for each chunk.
   const bool weights_stay = gemm.weight.panels * gemm.weight.panel_bytes <= plan.most_resident;
@@ -100,8 +100,9 @@ void compute_padded(const GemmCall& gemm, PaddedImage image, const PaddedPlan<Bl
 template <class Block>
 void conv_padded(const ConvCall& call, const PaddedPlan<Block>& padded) {
   const GemmCall first = product_call(call, 0);
-  const int64_t even_rows = GemmPlan<Block>::rows_of_block(first.m);
-  const GemmPlan<Block> plan(first, PaddedPlan<Block>::rows_of_block(call.input.out[2], even_rows));
+  const int64_t even_rows = RowBlocks(first.m, Block::kRows, true).block_rows;
+  const int64_t block_rows = PaddedPlan<Block>::rows_of_block(call.input.out[2], even_rows);
+  const GemmPlan<Block> plan(first, RowBlocks(first.m, block_rows, false));
   EpilogueFn* epilogue = select_epilogue<Block>(first);
   const PieceTable<Block> table(padded.image, plan, first.weight.k_tiles);
   each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {

@@ -53,10 +53,10 @@ class GemmLoop {
         const Scratch scratch(static_cast<size_t>(minimum(group, end - begin) * plan_.block_rows * n * 4));
         const GemmCall inner = norm_input_call(scratch.as<float>());
         for (int64_t b = begin; b < end; b += group) {
-          const int64_t last = minimum(b + group, end), first = b * plan_.block_rows;
+          const int64_t last = minimum(b + group, end), first = plan_.first_row(b);
           const Range panels{0, call_.weight.panels};
           GemmThread<Block>(inner, Merged(inner.a), plan_, epilogue, first).compute({b, last}, panels, panels.end);
-          norm(call_, scratch.as<float>(), first, int64_t{0}, minimum(last * plan_.block_rows, call_.m) - first);
+          norm(call_, scratch.as<float>(), first, int64_t{0}, plan_.first_row(last) - first);
         }
       });
     });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/epilogue.h"
+#include "kernels/row_blocks.h"
 #include "runtime/cpu.h"
 #include "runtime/parallel.h"
 #include "tiles/block.h"
@@ -46,7 +47,7 @@ inline bool stay_in_l1(int64_t rows, int64_t bytes, int64_t step) {
 }
 
 template <class Block>
-struct GemmPlan {
+struct GemmPlan : RowBlocks {
   // Panels of a chunk. More would spare loading the copy of A into L1 again, but the first chunk's weights come in
   // unfetched, and its sums have to fit in L1 beside A where a row block is finished in one pass. Vector blocks make a
   // copy for each chunk, so theirs are larger.
@@ -56,11 +57,9 @@ struct GemmPlan {
   // looks up for each row and panel is a tenth of the products (3136 x 64 x 64: 362 to 326 us, fp32).
   static constexpr int64_t kShortSums = 128;
 
-  explicit GemmPlan(const GemmCall& call) : GemmPlan(call, rows_of_block(call.m)) {}
-  // With blocks of so many rows.
-  GemmPlan(const GemmCall& call, int64_t rows) : block_rows(rows) {
+  explicit GemmPlan(const GemmCall& call) : GemmPlan(call, RowBlocks(call.m, Block::kRows, Block::kEvenRows)) {}
+  GemmPlan(const GemmCall& call, const RowBlocks& blocks) : RowBlocks(blocks) {
     const PackedWeight& w = call.weight;
-    row_blocks = ceil_div(call.m, block_rows);
     // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
     k_block_tiles =
         maximum<int64_t>(1, ceil_div(w.k_tiles, maximum<int64_t>(1, ceil_div(w.k_tiles, Block::kMaxTiles))));
@@ -72,10 +71,6 @@ struct GemmPlan {
     apply(call.tuning, w.panels);
   }
 
-  static int64_t rows_of_block(int64_t m) {
-    return Block::kEvenRows ? ceil_div(m, ceil_div(m, Block::kRows)) : Block::kRows;
-  }
-  int64_t rows_of(int64_t row_block, int64_t m) const { return minimum(block_rows, m - row_block * block_rows); }
   int64_t tiles_of(int64_t k_block, int64_t k_tiles) const {
     return minimum(k_block_tiles, k_tiles - k_block * k_block_tiles);
   }
@@ -83,7 +78,6 @@ struct GemmPlan {
   // Whether a k block's part of a row block's rows, these bytes apart, stays in L1 while panels pass, beside their weights.
   bool rows_stay_in_l1(int64_t step) const { return stay_in_l1(block_rows, row_bytes(), step); }
 
-  int64_t block_rows, row_blocks;
   int64_t k_block_tiles, k_blocks;
   int64_t chunk_blocks, chunk_panels;  // of a chunk: row blocks, panels
   int64_t most_resident;               // bytes of weights that stay in L2 beside all else

@@ -197,12 +197,12 @@ class GemmThread {
   }
   // Of a row block: a tile reads all of its rows.
   bool in_place(int64_t rb) const {
-    return in_place_.step != 0 && (!Block::kBackground || plan_.rows_of(rb, call_.m) % kTileRows == 0);
+    return in_place_.step != 0 && (!Block::kBackground || plan_.rows_of(rb) % kTileRows == 0);
   }
 
   // Where a row block's rows begin in a view that says so.
   void set_rows(int64_t rb, BlockCall* block) {
-    if (rb != placed_) view_.set_rows(rb * plan_.block_rows, plan_.rows_of(rb, call_.m), a_rows_);
+    if (rb != placed_) view_.set_rows(plan_.first_row(rb), plan_.rows_of(rb), a_rows_);
     placed_ = rb;
     block->a = view_.data();
     block->a_stride = view_.row_bytes();
@@ -210,7 +210,7 @@ class GemmThread {
   }
 
   const uint8_t* rows_in_place_at(Place place) const {
-    return in_place_.data + place.rb * plan_.block_rows * in_place_.step + place.kb * plan_.k_block_tiles * 64;
+    return in_place_.data + plan_.first_row(place.rb) * in_place_.step + place.kb * plan_.k_block_tiles * 64;
   }
 
   void defer_copy(Place place) {
@@ -219,10 +219,10 @@ class GemmThread {
     }
   }
   void defer_block_copy(Place place) {
-    const int64_t rows = plan_.rows_of(place.rb, call_.m);
+    const int64_t rows = plan_.rows_of(place.rb);
     const int64_t k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
     BlockCopier<Block, View> copier;
-    copier.source = view_.rows(place.rb * plan_.block_rows, k0);
+    copier.source = view_.rows(plan_.first_row(place.rb), k0);
     copier.to = reinterpret_cast<A*>(a_copy(place));
     copier.row_sums = w_.zero_point != nullptr ? row_sums_ + (place.rb - rows_.begin) * Block::kRows : nullptr;
     copier.first_k = place.kb == 0;
@@ -279,12 +279,12 @@ class GemmThread {
       if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
       if (place.kb + 1 == plan_.k_blocks) {
         const int64_t column = panel * (w_.gated ? kTileColumns : kPanelColumns);
-        background_.prefetches.add_other(call_.epilogue, place.rb * plan_.block_rows, plan_.rows_of(place.rb, call_.m),
-                                         column, block.k_tiles);
+        background_.prefetches.add_other(call_.epilogue, plan_.first_row(place.rb), plan_.rows_of(place.rb), column,
+                                         block.k_tiles);
       }
     }
     if constexpr (View::kInPlace) view_.set_pieces(place.kb, &block);
-    const int64_t rows = plan_.rows_of(place.rb, call_.m);
+    const int64_t rows = plan_.rows_of(place.rb);
     if constexpr (Block::kBackground) {
       background_.begin_block();
       if constexpr (kFinishesPanels) {
@@ -297,7 +297,7 @@ class GemmThread {
       if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
         block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
         if (finishes_) {
-          const int64_t row = place.rb * plan_.block_rows;
+          const int64_t row = plan_.first_row(place.rb);
           finish = finish_of<Out>(call_.epilogue, columns_, row, row - out_row_offset_,
                                   (panel - panels_.begin) * kPanelColumns);
           block.finish = &finish;
@@ -310,7 +310,7 @@ class GemmThread {
   // A panel's products and, between them, the output of the panel before.
   void run_and_finish(int64_t rows, const BlockCall& block, int64_t rb, int64_t panel) {
     panel_output_.template run<Block>(rows, block, background_);
-    const RowsInOrder outputs{rb * plan_.block_rows};
+    const RowsInOrder outputs{plan_.first_row(rb)};
     panel_output_.defer(static_cast<const float*>(block.acc), outputs, rows, panel, output_ahead(rb, panel));
     turn_ ^= 1;
   }
@@ -320,14 +320,14 @@ class GemmThread {
     if (!fetches_output_) return nullptr;
     int64_t ahead = panel - panels_.begin + PanelOutput<>::kPanelsAhead;
     for (; ahead >= panels_.size(); ahead -= panels_.size()) ++rb;
-    return rb < rows_.end ? panel_output_.place(rb * plan_.block_rows, panels_.begin + ahead) : nullptr;
+    return rb < rows_.end ? panel_output_.place(plan_.first_row(rb), panels_.begin + ahead) : nullptr;
   }
 
   // The rows that no copy would bring in before their products: those after the chunk's last are another chunk's, or of
   // another piece.
   void prefetch_in_place(Place place) {
     if (!advance(&place)) place = {rows_.end, 0};
-    const int64_t rows = plan_.rows_of(place.rb, call_.m);
+    const int64_t rows = plan_.rows_of(place.rb);
     if (rows > 0) background_.prefetches.add({rows_in_place_at(place), 64, in_place_.step, rows});
   }
 
@@ -336,8 +336,8 @@ class GemmThread {
     EpilogueStrip done = strips_.next(call_.epilogue, w_, panels, sums(rb, panels.begin));
     done.row_sums = row_sums_ + (rb - rows_.begin) * Block::kRows;
     done.a_offset = Block::kOffset;
-    background_.defer_epilogue(&call_, done, plan_.rows_of(rb, call_.m), pass_k_blocks_ * plan_.k_block_tiles,
-                               {rb * plan_.block_rows});
+    background_.defer_epilogue(&call_, done, plan_.rows_of(rb), pass_k_blocks_ * plan_.k_block_tiles,
+                               {plan_.first_row(rb)});
     if constexpr (!Block::kBackground) background_.finish_epilogue();
     if (by_panels()) turn_ ^= 1;
   }
@@ -375,10 +375,10 @@ class GemmThread {
   // Rows of the block after the one whose copy is under way, a share for each panel; a k step of them is a line or two.
   void prefetch_a(Place place, int64_t panel) {
     if (!advance(&place) || (Block::kBackground && !advance(&place))) return;
-    const Range rows = share(plan_.rows_of(place.rb, call_.m), panels_.size(), panel - panels_.begin);
+    const Range rows = share(plan_.rows_of(place.rb), panels_.size(), panel - panels_.begin);
     if (rows.size() == 0) return;
     const Prefetch prefetch =
-        view_.prefetch(place.rb * plan_.block_rows + rows.begin, place.kb * plan_.k_block_tiles * Block::kTileK,
+        view_.prefetch(plan_.first_row(place.rb) + rows.begin, place.kb * plan_.k_block_tiles * Block::kTileK,
                        rows.size(), Block::kTileK);
     if (prefetch.count > 0) background_.prefetches.add(prefetch);
   }
