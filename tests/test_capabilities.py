@@ -23,7 +23,7 @@ STEPS = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx512_vnni": {"avx512_vnni"},
     "avx512_bf16": {"avx512_bf16"},
-    "amx": {"amx_tile", "amx_int8", "amx_bf16", "amx_permitted"},
+    "amx": {"avx512vbmi", "amx_tile", "amx_int8", "amx_bf16", "amx_permitted"},
 }
 
 

@@ -49,6 +49,7 @@ constexpr Feature kFeatures[] = {
     {"avx512bw", &CpuFeatures::avx512bw},
     {"avx512dq", &CpuFeatures::avx512dq},
     {"avx512vl", &CpuFeatures::avx512vl},
+    {"avx512vbmi", &CpuFeatures::avx512vbmi},
     {"avx512_vnni", &CpuFeatures::avx512_vnni},
     {"avx512_bf16", &CpuFeatures::avx512_bf16},
     {"avx512_fp16", &CpuFeatures::avx512_fp16},

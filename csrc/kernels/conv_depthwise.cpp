@@ -1,5 +1,5 @@
 // Depthwise convolutions. See conv.h.
-// isa: scalar avx2 avx512 avx512_bf16
+// isa: scalar avx2 avx512 avx512_bf16 amx
 //
 // A thread goes down output lines with a chunk of channels so narrow that the input lines under the kernel stay in L1: each
 // serves all output lines that it lies under, and in the order of memory would come from L2 for each of them. A line's

@@ -97,6 +97,7 @@ CpuFeatures detect() {
   f.avx512dq = zmm && bit(extended.ebx, 17);
   f.avx512bw = zmm && bit(extended.ebx, 30);
   f.avx512vl = zmm && bit(extended.ebx, 31);
+  f.avx512vbmi = zmm && bit(extended.ecx, 1);
   f.avx512_vnni = zmm && bit(extended.ecx, 11);
   f.avx512_fp16 = zmm && bit(extended.edx, 23);
   f.avx512_bf16 = zmm && bit(more.eax, 5);
@@ -138,7 +139,7 @@ Isa level_of(const CpuFeatures& f) {
   if (!f.avx512_vnni) return Isa::avx512;
   if (f.emulated) return Isa::amx;
   if (!f.avx512_bf16) return Isa::avx512_vnni;
-  if (!(f.amx_tile && f.amx_int8 && f.amx_bf16 && f.amx_permitted)) return Isa::avx512_bf16;
+  if (!(f.avx512vbmi && f.amx_tile && f.amx_int8 && f.amx_bf16 && f.amx_permitted)) return Isa::avx512_bf16;
   return Isa::amx;
 }
 

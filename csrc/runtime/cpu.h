@@ -18,7 +18,7 @@ const char* isa_name(Isa isa);
 struct CpuFeatures {
   char brand[49];
   bool avx2, fma, f16c;
-  bool avx512f, avx512bw, avx512dq, avx512vl, avx512_vnni, avx512_bf16, avx512_fp16;
+  bool avx512f, avx512bw, avx512dq, avx512vl, avx512vbmi, avx512_vnni, avx512_bf16, avx512_fp16;
   bool amx_tile, amx_int8, amx_bf16, amx_fp16;
   bool amx_permitted;                     // the kernel granted the tile state to this process
   bool emulated;                          // a build for tests whose AMX and AVX512-BF16 instructions are plain C++
