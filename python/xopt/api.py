@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("xopt")
 _LEVELS = ("O0", "O1")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_RETURNED_TOGETHER = 4 << 20  # values whose memory goes back to the system at once
+_RETURNED_TOGETHER = 16 << 20  # bytes of source weights, at most, that go back to the system at once
 
 # Arguments of Intel Extension for PyTorch's optimize that ask for nothing that would have to be done here.
 _ACCEPTED = (
@@ -207,14 +207,17 @@ def _floating_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def _carry_out_all(decisions: list[Decision], context: Context) -> tuple[Entry, ...]:
-    """Source weights are freed one by one amid others, where malloc would keep their memory until the end."""
+    """Source weights are freed one by one amid others, where malloc would keep their memory until the end. What it
+    keeps and the layer that is packed are never more than the largest layer."""
+    freed = [_own_bytes(decision.module) if decision.replacement is not None else 0 for decision in decisions]
+    most = min(max(freed, default=0), _RETURNED_TOGETHER)
     entries, unreturned = [], 0
-    for decision in _with_progress(decisions):
-        entries.append(_carry_out(decision, context))
-        unreturned += entries[-1].weights
-        if unreturned >= _RETURNED_TOGETHER:
+    for decision, size in zip(_with_progress(decisions), freed, strict=True):
+        if unreturned > 0 and unreturned + size > most:
             machine.give_back_freed_memory()
             unreturned = 0
+        entries.append(_carry_out(decision, context))
+        unreturned += size
     machine.give_back_freed_memory()
     return tuple(entries)
 
@@ -239,10 +242,18 @@ def _left(decisions: list[Decision], reason: str) -> tuple[Entry, ...]:
 
 
 def _own_weights(module: Any) -> int:
+    return sum(weight.numel() for weight in _own(module))
+
+
+def _own_bytes(module: Any) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in _own(module))
+
+
+def _own(module: Any) -> list[torch.Tensor]:
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     if is_computed(module):
         own.append(module.weight)
-    return sum(parameter.numel() for parameter in filter(_is_initialized, own))
+    return [weight for weight in own if _is_initialized(weight)]
 
 
 def _is_initialized(tensor: torch.Tensor) -> bool:
