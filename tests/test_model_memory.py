@@ -44,7 +44,7 @@ dtype = torch.{dtype}
 torch.set_num_threads(1)
 with torch.no_grad():
     xopt.optimize(build(**small), dtype=dtype)(**words)
-torch.ones(7 << 20)  # once so much was freed, glibc's malloc takes less from a heap, and keeps what is freed there
+torch.ones(7 << 20)  # freed: smaller blocks come from glibc's heap from now on, which keeps what is freed there
 before = resident()
 model = build()
 weights = sum(weight.numel() for weight in model.parameters())

@@ -22,10 +22,10 @@ class PanelFinish {
   static constexpr int64_t kVectors = kPanelColumns / kWidth;
 
  public:
-  // What all panels have in common: `finish`, of the product's row 0 and column 0, with scales.
+  // What all panels have in common: `finish`, of the product's row 0 and column 0. Its bias and scale are not looked at.
   void begin(const Finish<Bf16>& finish) { finish_ = finish; }
 
-  // A panel whose sums are complete, the product's columns from `column` on. `bias`: its columns', before their scales.
+  // A panel whose sums are complete, the product's columns from `column` on. `bias`: theirs, with their scales behind.
   // `ahead`: the output of a panel to come, of as many rows, which is fetched for writing meanwhile, or nullptr.
   void start(const float* sums, const float* bias, int64_t column, const Outputs& outputs, int64_t rows,
              const Bf16* ahead) {
