@@ -72,9 +72,9 @@ def image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape[0], *shape[2:], shape[1]).movedim(-1, 1).to(dtype)
 
 
-def random_calls(seed: int) -> Calls:
+def random_calls(seed: int, variant: int = 0) -> Calls:
     """A chain of up to five links in 1 to 3 dimensions that keep the image's size, so that any two can be added."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + variant)
     draw = random.Random(seed)
     dims, channels, dtype = draw.choice((1, 2, 3)), draw.choice((1, 8, 33)), draw.choice(FLOATING)
     x = image(draw.choice((1, 2)), channels, *(draw.choice((1, 5, 9)) for _ in range(dims)), dtype=dtype)

@@ -27,8 +27,8 @@ def kernel_calls(name: str) -> int:
 class Sequence:
     """Convolutions of which each reads the one before; their results do not stay in L2."""
 
-    def __init__(self, seed: int, channels: int = 24) -> None:
-        torch.manual_seed(seed)
+    def __init__(self, seed: int, channels: int = 24, values: int = 0) -> None:
+        torch.manual_seed(seed + values)
         self.draw = random.Random(seed)
         self.dtype = self.draw.choice(FLOATING)
         self.images = self.draw.choice((1, 1, 2, 3))
@@ -71,9 +71,9 @@ class Sequence:
         self.last = Result(len(self.calls.results) - 1)
 
 
-def inverted_residuals(seed: int) -> Sequence:
+def inverted_residuals(seed: int, values: int = 0) -> Sequence:
     draw = random.Random(seed + 1000)
-    sequence = Sequence(seed, channels=draw.choice((24, 24, 3)))
+    sequence = Sequence(seed, draw.choice((24, 24, 3)), values)
     channels = draw.choice((72, 96, 101))
     if draw.random() < 0.7:
         sequence.add(channels)

@@ -58,32 +58,50 @@ def test_max_threads_follows_torch_in_a_new_python_thread() -> None:
 @pytest.mark.parametrize("threads", [0, 1, 2, 5, 16])
 def test_a_region_runs_each_thread_once(threads: int) -> None:
     count = max(threads, 1)
-    assert testing.region_members(threads) == [(thread, count) for thread in range(count)]
+    assert testing.region_members([threads]) == [[(thread, count) for thread in range(count)]]
 
 
-def test_a_region_in_a_region_is_serial() -> None:
-    assert testing.nested_region(4) == (1, 1)
+@pytest.mark.sanitize
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_regions_of_a_team(threads: int, torch_threads: None) -> None:
+    """A team has as many threads as torch says, however many a region asks for."""
+    torch.set_num_threads(threads)
+    wanted = [0, 1, 2, 3, 8, 2, 16, 1, 5] * 20
+    counts = [min(max(each, 1), threads) for each in wanted]
+    members = testing.region_members(wanted, team=True)
+    assert members == [[(thread, count) for thread in range(count)] for count in counts]
+    assert testing.region_members([], team=True) == []
+
+
+@pytest.mark.parametrize("team", [False, True])
+def test_a_region_in_a_region_is_serial(team: bool) -> None:
+    assert testing.nested_region(4, team) == (1, 1)
 
 
 def test_after_a_region_max_threads_is_back_at_its_value() -> None:
     before = _C.max_threads()
-    testing.nested_region(2)
-    assert _C.max_threads() == before
+    for team in (False, True):
+        testing.nested_region(2, team)
+        assert _C.max_threads() == before
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("team", [False, True])
 @pytest.mark.parametrize("thrower", [0, 1, 3, -1])
-def test_an_exception_of_any_thread_reaches_the_caller(thrower: int) -> None:
+def test_an_exception_of_any_thread_reaches_the_caller(thrower: int, team: bool, torch_threads: None) -> None:
+    torch.set_num_threads(4)
     with pytest.raises(RuntimeError, match="thrown by thread " + (r"\d" if thrower < 0 else str(thrower))):
-        testing.throwing_region(4, thrower)
-    assert len(testing.region_members(4)) == 4
+        testing.throwing_region(4, thrower, team)
+    assert len(testing.region_members([4], team)[0]) == 4
 
 
 @pytest.mark.sanitize
-def test_regions_of_several_python_threads_at_once() -> None:
+@pytest.mark.parametrize("team", [False, True])
+def test_regions_of_several_python_threads_at_once(team: bool, torch_threads: None) -> None:
+    torch.set_num_threads(2)
     with ThreadPoolExecutor(4) as pool:
-        members = list(pool.map(testing.region_members, [2] * 50))
-    assert all(each == [(0, 2), (1, 2)] for each in members)
+        members = list(pool.map(lambda _: testing.region_members([2, 2], team), range(50)))
+    assert all(each == [[(0, 2), (1, 2)]] * 2 for each in members)
 
 
 def test_ops_of_several_python_threads_at_once() -> None:
@@ -114,7 +132,7 @@ def work():
 child = os.fork()
 if child == 0:
     {in_child}
-    torch.save((work(), _C.max_threads(), _C.testing.region_members(2)), sys.argv[1])
+    torch.save((work(), _C.max_threads(), _C.testing.region_members([2])[0]), sys.argv[1])
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 result, threads, members = torch.load(sys.argv[1])

@@ -317,33 +317,48 @@ void bind_tuning(py::module_& m) {
 
 // ---- xopt._C.testing: the runtime's parts on their own -----------------------------------------------------------
 
-// Which (thread, count) each body saw, in the order of the threads.
-py::list region_members(int threads) {
-  std::vector<int> counts(static_cast<size_t>(std::max(threads, 1)), 0);
-  {
-    const py::gil_scoped_release unlocked;
-    parallel(threads, [&](int thread, int count) { counts[static_cast<size_t>(thread)] = count; });
-  }
-  py::list members;
-  for (size_t thread = 0; thread < counts.size(); ++thread) {
-    if (counts[thread] > 0) members.append(py::make_tuple(thread, counts[thread]));
-  }
+template <class Body>
+void maybe_with_team(bool team, const Body& body) {
+  if (team) return with_team(body);
+  body();
+}
+
+// For each region, which (thread, count) each body saw, in the order of the threads.
+std::vector<std::vector<std::pair<int, int>>> region_members(const std::vector<int>& regions, bool team) {
+  std::vector<std::vector<std::pair<int, int>>> members;
+  maybe_with_team(team, [&] {
+    for (const int threads : regions) {
+      std::vector<int> counts(static_cast<size_t>(std::max(threads, 1)), 0);
+      parallel(threads, [&](int thread, int count) { counts[static_cast<size_t>(thread)] = count; });
+      members.emplace_back();
+      for (int thread = 0; thread < static_cast<int>(counts.size()); ++thread) {
+        const int count = counts[static_cast<size_t>(thread)];
+        if (count > 0) members.back().emplace_back(thread, count);
+      }
+    }
+  });
   return members;
 }
 
 // Every thread opens a region of its own: the sizes of these inner regions and what max_threads said.
-std::pair<int, int> nested_region(int threads) {
+std::pair<int, int> nested_region(int threads, bool team) {
   std::atomic<int> inner{0}, allowed{0};
-  parallel(threads, [&](int, int) {
-    allowed = std::max(allowed.load(), max_threads());
-    parallel(threads, [&](int, int count) { inner = std::max(inner.load(), count); });
+  maybe_with_team(team, [&] {
+    parallel(threads, [&](int, int) {
+      allowed = std::max(allowed.load(), max_threads());
+      maybe_with_team(team, [&] { parallel(threads, [&](int, int count) { inner = std::max(inner.load(), count); }); });
+    });
   });
   return {inner.load(), allowed.load()};
 }
 
-void throwing_region(int threads, int thrower) {
-  parallel(threads, [&](int thread, int) {
-    if (thread == thrower || thrower < 0) throw std::runtime_error("thrown by thread " + std::to_string(thread));
+// Throws on one thread, or on all of them where `thrower` is negative; the region before it does not.
+void throwing_region(int threads, int thrower, bool team) {
+  maybe_with_team(team, [&] {
+    parallel(threads, [](int, int) {});
+    parallel(threads, [&](int thread, int) {
+      if (thread == thrower || thrower < 0) throw std::runtime_error("thrown by thread " + std::to_string(thread));
+    });
   });
 }
 
@@ -391,10 +406,10 @@ std::string tune_waits(const std::vector<std::pair<ChoiceNumbers, double>>& seco
 
 void bind_testing(py::module_ m) {
   const py::call_guard<py::gil_scoped_release> unlocked;
-  m.def("region_members", &region_members, py::arg("threads"));
+  m.def("region_members", &region_members, py::arg("regions"), py::arg("team") = false, unlocked);
   m.def("tune_waits", &tune_waits, py::arg("seconds"), unlocked);
-  m.def("nested_region", &nested_region, py::arg("threads"), unlocked);
-  m.def("throwing_region", &throwing_region, py::arg("threads"), py::arg("thrower"), unlocked);
+  m.def("nested_region", &nested_region, py::arg("threads"), py::arg("team") = false, unlocked);
+  m.def("throwing_region", &throwing_region, py::arg("threads"), py::arg("thrower"), py::arg("team") = false, unlocked);
   m.def("scratch_pieces", &scratch_pieces, py::arg("sizes"), unlocked);
   m.def(
       "weight_alloc", [](size_t bytes) { return reinterpret_cast<uintptr_t>(weight_alloc(bytes)); }, py::arg("bytes"));

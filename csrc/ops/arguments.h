@@ -185,8 +185,10 @@ struct PreparedArgument {
   enum class Kind : uint8_t { none, tensor, result, integer, number, boolean, integers, word };
 
   Kind kind = Kind::none;
-  std::string word;     // as it was written
-  int64_t integer = 0;  // of tensors and results their place, of booleans 0 or 1, of words a dtype's number or -1
+  std::string word;      // as it was written
+  int64_t integer = 0;   // of tensors and results their place, of booleans 0 or 1, of words a dtype's number or -1
+  bool is_part = false;  // only elements [begin, end) of a tensor with one dimension
+  int64_t begin = 0, end = 0;
   double number = 0.;
   Integers integers;
   std::vector<SizeOf> sizes;  // those of the integers that are sizes

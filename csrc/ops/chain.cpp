@@ -5,9 +5,10 @@
 
 #include "ops/check.h"
 #include "ops/conv_bands.h"
-#include "ops/prepared.h"
+#include "ops/conv_replay.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
+#include "runtime/trace.h"
 
 namespace xopt::ops {
 namespace {
@@ -25,18 +26,40 @@ class Run {
       : prepared_(prepared), tensors_(tensors), results_(prepared.calls.size() * kMostResults) {}
 
   const std::vector<Tensor>& results() {
-    const bool on_cpu = current_offload() == nullptr;
-    for (size_t i = 0; i < prepared_.calls.size();) {
-      const PreparedCall& call = prepared_.calls[i];
-      const bool may_band = on_cpu && call.run_length > 1 && call.name == "conv";
-      i = may_band ? run_convs(i, std::min(i + call.run_length, i + PlannedConvs::kMost)) : run_part(i, i + 1);
+    if (!may_replay()) {
+      for (size_t i = 0; i < prepared_.calls.size();) i = run_from(i);
+      return results_;
     }
+    std::vector<int64_t> sizes = sizes_of(tensors_, threads_);
+    const std::shared_ptr<const Recording> recording = prepared_.recordings->find(sizes, tensors_);
+    if (recording == nullptr) recorder_.emplace(prepared_);
+    for (size_t i = 0; i < prepared_.calls.size();) {
+      const RecordedPart* part = recording == nullptr ? nullptr : recording->part_at(i);
+      if (part != nullptr) replay(*part, prepared_, threads_, values());
+      i = part != nullptr ? part->end : run_from(i);
+    }
+    if (recorder_) prepared_.recordings->add(recorder_->finish(std::move(sizes)));
     return results_;
   }
 
  private:
+  // Under grad mode operators look whether somebody wants a gradient of what they have none for, and a profiler wants to
+  // be told their names.
+  bool may_replay() const {
+    return prepared_.recordings != nullptr && on_cpu_ && !aoti_torch_grad_mode_is_enabled() && !tracing();
+  }
+
+  ChainValues values() { return {tensors_, results_}; }
+
   PreparedArguments arguments_of(size_t i) const {
     return {prepared_.calls[i].name, prepared_.calls[i].arguments, tensors_, results_};
+  }
+
+  // This call, and those that are run together with it; returns what comes next.
+  size_t run_from(size_t i) {
+    const PreparedCall& call = prepared_.calls[i];
+    const bool may_band = on_cpu_ && call.run_length > 1 && call.name == "conv";
+    return may_band ? run_convs(i, std::min(i + call.run_length, i + PlannedConvs::kMost)) : run_part(i, i + 1);
   }
 
   void run_call(size_t i) {
@@ -68,16 +91,28 @@ class Run {
 
   // Calls [begin, end), together if that is possible with these inputs; returns `end`.
   size_t run_part(size_t begin, size_t end) {
-    bool together = false;
-    if (end - begin > 1) {
-      PlannedConvs planned(threads_);
-      together = plan_convs(begin, end, &planned) == end && planned.run();
-    }
+    const bool together = end - begin > 1 && run_together(begin, end);
     for (size_t i = begin; i < end; ++i) {
-      if (!together) run_call(i);
+      if (!together) run_alone(i);
       for (const size_t unused : prepared_.calls[i].unused_after) results_[unused] = Tensor();
     }
     return end;
+  }
+
+  bool run_together(size_t begin, size_t end) {
+    PlannedConvs planned(threads_);
+    if (plan_convs(begin, end, &planned) != end || !planned.run()) return false;
+    if (recorder_) recorder_->add(begin, planned.convs(), values());
+    return true;
+  }
+
+  void run_alone(size_t i) {
+    if (!recorder_ || prepared_.calls[i].name != "conv") return run_call(i);
+    PlannedConvs planned(threads_);
+    run_call(i);
+    if (planned.size() == 0) return;  // there is nothing to compute
+    run_ready(planned.convs().front());
+    recorder_->add(i, planned.convs(), values());
   }
 
   // Up to one that has no outputs, or whose result is too small. Of the results, the last one's is there.
@@ -106,7 +141,9 @@ class Run {
   const PreparedCalls& prepared_;
   const Tensors& tensors_;
   const int64_t threads_ = max_threads();
+  const bool on_cpu_ = current_offload() == nullptr;
   std::vector<Tensor> results_;
+  std::optional<ConvRecorder> recorder_;  // where nothing is known of such tensors yet
 };
 
 void chain(StableIValue* stack, uint64_t, uint64_t) {

@@ -26,6 +26,7 @@ class PlannedConvs {
   void add(const ReadyConv& conv);
   void keep(Tensor tensor) { kept_.push_back(std::move(tensor)); }  // that a planned convolution reads
   size_t size() const { return convs_.size(); }
+  const std::vector<ReadyConv>& convs() const { return convs_; }
   // Whether results of the last one's size are worth planning what reads them.
   bool may_go_on() const;
 

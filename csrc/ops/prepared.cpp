@@ -102,6 +102,18 @@ void read_integers(std::string_view token, const std::vector<PreparedCall>& call
   if (!good) fail_calls("expected a list of integers, got ", token);
 }
 
+// %2[32:48], elements of a tensor.
+void read_part(std::string_view token, PreparedArgument* argument) {
+  std::string_view range = token;
+  argument->integer = static_cast<int64_t>(read_place(take(&range, '['), INT32_MAX, kTensor));
+  argument->is_part = true;
+  const bool read_both = !range.empty() && range.back() == ']' && read(take(&range, ':'), &argument->begin) &&
+                         read(range.substr(0, range.size() - 1), &argument->end);
+  if (!read_both || argument->begin < 0 || argument->end < argument->begin) {
+    fail_calls("expected elements of a tensor, as in %0[16:32], got ", token);
+  }
+}
+
 PreparedArgument read_argument(std::string_view token, const std::vector<PreparedCall>& calls) {
   using Kind = PreparedArgument::Kind;
   PreparedArgument argument;
@@ -110,7 +122,11 @@ PreparedArgument read_argument(std::string_view token, const std::vector<Prepare
     argument.kind = Kind::none;
   } else if (token.front() == '%') {
     argument.kind = Kind::tensor;
-    argument.integer = static_cast<int64_t>(read_place(token, INT32_MAX, kTensor));
+    if (token.back() == ']') {
+      read_part(token, &argument);
+    } else {
+      argument.integer = static_cast<int64_t>(read_place(token, INT32_MAX, kTensor));
+    }
   } else if (token.front() == '$') {
     argument.kind = Kind::result;
     argument.integer = static_cast<int64_t>(read_result(token, calls, kEarlier));
@@ -200,6 +216,8 @@ PreparedCalls read_calls(std::string_view text) {
   find_last_uses(&prepared);
   find_runs(&prepared);
   prepared.notes = std::make_unique<std::atomic<uint64_t>[]>(prepared.calls.size());
+  const auto is_conv = [](const PreparedCall& call) { return call.name == "conv"; };
+  if (std::any_of(prepared.calls.begin(), prepared.calls.end(), is_conv)) prepared.recordings = new_recordings();
   return prepared;
 }
 
@@ -287,7 +305,14 @@ const Tensor& Stack::prepared_tensor(bool is_result, size_t place, std::string_v
 
 Tensor Stack::prepared_tensor() {
   const PreparedArgument& argument = prepared(Kind::tensor);
-  return prepared_tensor(argument.kind == Kind::result, static_cast<size_t>(argument.integer), argument.word).borrow();
+  const bool is_result = argument.kind == Kind::result;
+  const Tensor& tensor = prepared_tensor(is_result, static_cast<size_t>(argument.integer), argument.word);
+  if (!argument.is_part) return tensor.borrow();
+  if (tensor.dims() != 1 || tensor.size(0) < argument.end) {
+    fail_calls("expected elements of a tensor in ", argument.word, ", got one of shape ", tensor.shape_text());
+  }
+  const int64_t count = argument.end - argument.begin;
+  return tensor.view(&count, tensor.strides(), 1, argument.begin * tensor.stride(0));
 }
 
 Integers Stack::prepared_integers() {

@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <omp.h>
 #include <pthread.h>
+#include <sched.h>
 
 #include <atomic>
 #include <exception>
@@ -57,16 +58,118 @@ class Watch {
   int64_t start_;
 };
 
+// The first of the exceptions that threads throw.
+class FirstException {
+ public:
+  void catch_current() {
+    if (!failed_.test_and_set()) first_ = std::current_exception();
+  }
+  void rethrow() const {
+    if (first_) std::rethrow_exception(first_);
+  }
+
+ private:
+  std::exception_ptr first_;
+  std::atomic_flag failed_ = ATOMIC_FLAG_INIT;
+};
+
+// What the threads of a region do, and what comes of it.
+class Work {
+ public:
+  Work(ParallelBody body, void* context) : body_(body), context_(context) {}
+
+  void run(int thread, int count) {
+    const RegionScope scope(count);
+    const Watch watch(traced_, &busy_, &members_);
+    try {
+      body_(context_, thread, count);
+    } catch (...) {
+      exception_.catch_current();
+    }
+  }
+  // On the calling thread, when all are done.
+  void finish() const {
+    if (traced_) trace_region(start_, trace_clock(), busy_.load(), members_.load());
+    exception_.rethrow();
+  }
+
+ private:
+  const ParallelBody body_;
+  void* const context_;
+  const bool traced_ = tracing();
+  const int64_t start_ = traced_ ? trace_clock() : 0;
+  std::atomic<int64_t> busy_{0};
+  std::atomic<int> members_{0};
+  FirstException exception_;
+};
+
+// Threads of one region of OpenMP that wait for what the first of them has to share.
+class Team {
+ public:
+  int threads() const { return threads_; }
+
+  // By the first thread: how many it is the first of, work for some of them, and the end.
+  void gather(int threads) { threads_ = threads; }
+  void share(int threads, Work* work) {
+    count_ = threads < threads_ ? threads : threads_;
+    work_ = work;
+    done_.store(0, std::memory_order_relaxed);
+    phase_.fetch_add(1, std::memory_order_release);
+    work->run(0, count_);
+    wait_until([&] { return done_.load(std::memory_order_acquire) == threads_ - 1; });
+  }
+  void dismiss() {
+    work_ = nullptr;
+    phase_.fetch_add(1, std::memory_order_release);
+  }
+
+  // By each of the others, until the first has nothing more.
+  void serve(int thread) {
+    for (unsigned phase = 1;; ++phase) {
+      wait_until([&] { return phase_.load(std::memory_order_acquire) == phase; });
+      if (work_ == nullptr) return;
+      if (thread < count_) work_->run(thread, count_);
+      done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+ private:
+  // Regions follow each other within microseconds, unless there are fewer free cores than threads.
+  template <class Done>
+  static void wait_until(const Done& done) {
+    constexpr int kSpins = 256;
+    for (int spins = 0; !done(); ++spins) {
+      if (spins < kSpins) {
+        __builtin_ia32_pause();
+      } else {
+        sched_yield();
+      }
+    }
+  }
+
+  int threads_ = 1;
+  int count_ = 0;
+  Work* work_ = nullptr;
+  alignas(64) std::atomic<unsigned> phase_{0};
+  alignas(64) std::atomic<int> done_{0};
+};
+
+// The team that this thread is the first of.
+thread_local Team* team = nullptr;
+
+bool has_team() { return team != nullptr && region_threads == 0; }
+
 }  // namespace
 
 int max_threads() {
+  if (has_team()) return team->threads();
   if (forked || region_threads > 0 || omp_in_parallel() != 0) return 1;
   const ThreadSource source = thread_source.load(std::memory_order_relaxed);
   const int threads = source != nullptr ? source() : omp_get_max_threads();
   return threads > 1 ? threads : 1;
 }
 
-bool in_region() { return region_threads > 0 || omp_in_parallel() != 0; }
+bool in_region() { return !has_team() && (region_threads > 0 || omp_in_parallel() != 0); }
 
 int openmp_threads() { return omp_get_max_threads(); }
 
@@ -96,38 +199,52 @@ void enter_openmp() {
 }
 
 void parallel_run(int threads, ParallelBody body, void* context) {
-  if (threads <= 1 || forked || region_threads > 0 || omp_in_parallel() != 0) {
+  Work work(body, context);
+  if (has_team() && threads > 1) {
+    team->share(threads, &work);
+    return work.finish();
+  }
+  if (threads <= 1 || in_region() || forked) {
     const RegionScope scope(1);
     body(context, 0, 1);
     return;
   }
   // The team always has the same size, torch's. libgomp ends the threads that a smaller team does not need and starts
   // them anew for the next large one: with 16 threads that made a product of 80 us take 2 ms.
-  const int team = threads > max_threads() ? threads : max_threads();
-  std::exception_ptr first;
-  std::atomic_flag failed = ATOMIC_FLAG_INIT;
-  const bool traced = tracing();
-  const int64_t start = traced ? trace_clock() : 0;
-  std::atomic<int64_t> busy{0};
-  std::atomic<int> members{0};
-#pragma omp parallel num_threads(team) default(none) \
-    shared(threads, body, context, first, failed, traced, busy, members)
+  const int team_size = threads > max_threads() ? threads : max_threads();
+#pragma omp parallel num_threads(team_size) default(none) shared(threads, work)
   {
     const int granted = omp_get_num_threads();
     const int count = threads < granted ? threads : granted;
     const int thread = omp_get_thread_num();
-    if (thread < count) {
-      const RegionScope scope(count);
-      const Watch watch(traced, &busy, &members);
+    if (thread < count) work.run(thread, count);
+  }
+  work.finish();
+}
+
+void with_team_run(void (*body)(void* context), void* context) {
+  const int threads = max_threads();
+  if (threads <= 1 || has_team()) return body(context);
+  FirstException exception;
+  Team waiting;
+#pragma omp parallel num_threads(threads) default(none) shared(body, context, exception, waiting)
+  {
+    const int thread = omp_get_thread_num();
+    if (thread > 0) {
+      waiting.serve(thread);
+    } else {
+      waiting.gather(omp_get_num_threads());
+      team = &waiting;
       try {
-        body(context, thread, count);
+        body(context);
       } catch (...) {
-        if (!failed.test_and_set()) first = std::current_exception();
+        exception.catch_current();
       }
+      team = nullptr;
+      waiting.dismiss();
     }
   }
-  if (traced) trace_region(start, trace_clock(), busy.load(), members.load());
-  if (first) std::rethrow_exception(first);
+  exception.rethrow();
 }
 
 }  // namespace xopt

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from xopt import _C, ops  # noqa: F401 - loads them
 from xopt.modules import channels_last
-from xopt.ops.chain import Given, Result, SizeOf, call_text, calls_text
+from xopt.ops.chain import Given, Part, Result, SizeOf, call_text, calls_text
 
 Tensor = torch.Tensor
 Value = Given | Result
@@ -26,6 +26,7 @@ Shape = tuple[int, ...]
 
 _chain = torch.ops.xopt.chain.default
 _MOST_SHAPES = 64  # that a chain remembers to fit
+_LINE = 16  # floats in a line of the CPU's caches
 _MOST_SKIPPED = 63  # calls of a chain, before it is told anew what could not be told
 
 
@@ -108,6 +109,8 @@ class Seen:
         """How many of the step's parts are wanted, counted from the first."""
         self.lasts = True
         """Whether all of it can be watched."""
+        self._vectors: list[Tensor] = []
+        self._vector_elements = 0
         self._modules = modules
         self._places = {id(module): place for place, module in enumerate(modules)}
         self._tensors = given
@@ -158,12 +161,33 @@ class Seen:
         self.operands.take_packed(self._places[id(module)], name, packed)
         return self._next()
 
-    def own(self, tensor: Tensor | None) -> Given | None:
-        """A tensor for the operator that was computed from what was looked at."""
+    def own(self, tensor: Tensor | None) -> Given | Part | None:
+        """A tensor for the operator that was computed from what was looked at. Vectors are parts of one tensor: to hand
+        over one for each layer takes as long as a layer of a small image."""
         if tensor is None:
             return None
-        self.operands.take(tensor)
-        return self._next()
+        if tensor.dtype != torch.float32 or tensor.dim() != 1:
+            self.operands.take(tensor)
+            return self._next()
+        begin = self._vector_elements
+        self._vectors.append(tensor)
+        self._vector_elements += len(tensor) + -len(tensor) % _LINE
+        return Part(-1, begin, begin + len(tensor))  # whose place is not known before the last
+
+    def text(self, returned: Sequence[Result]) -> str:
+        """All calls. To be asked for last."""
+        place = -1
+        if self._vectors:
+            with torch.no_grad():
+                padded = [nn.functional.pad(each, (0, -len(each) % _LINE)) for each in self._vectors]
+                self.operands.take(torch.cat(padded))
+            place = self._next().place
+
+        def line(call: Call) -> str:
+            arguments = (each._replace(place=place) if isinstance(each, Part) else each for each in call.arguments)
+            return call_text(call.op, tuple(arguments))
+
+        return calls_text([line(call) for call in self.calls], returned)
 
     def _next(self) -> Given:
         self._tensors += 1
@@ -255,7 +279,7 @@ class Chain:
         returned = [results[each.number][each.part] for each in self._returned]
         if any(call.image_dims is not None and call.input in seen.shapes for call in seen.calls):
             return None  # a parameter as an image
-        text = calls_text([call_text(call.op, call.arguments) for call in seen.calls], returned)
+        text = seen.text(returned)
         images = [
             (call.input.place, call.image_dims, call.any_layout)
             for call in seen.calls

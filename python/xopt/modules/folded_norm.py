@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from xopt.modules.chain import Seen, Stored
 from xopt.modules.pattern import argument, dtype_of
-from xopt.ops.chain import Given
+from xopt.ops.chain import Given, Part
 from xopt.ops.fakes import FLOATING
 
 _ARGUMENTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
@@ -80,7 +80,7 @@ def folded(
 
 def fold_seen(
     seen: Seen, module: nn.Module, norm: tuple[Stored | None, ...] | None, eps: float
-) -> tuple[Given | None, Given | None]:
+) -> tuple[Given | Part | None, Given | Part | None]:
     """The same for a chain's call: the operands."""
     if norm is None:
         return None, seen.parameter(module, "bias")

@@ -31,6 +31,7 @@ from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same
 from xopt.modules.product import finished, fused_arguments, is_for_torch, label, plain_parameters, product_problem, told
 from xopt.modules.substitute import are_plain, in_place_of
+from xopt.ops.chain import Part
 from xopt.ops.fakes import FLOATING
 
 _linear = torch.ops.xopt.linear.default
@@ -163,7 +164,7 @@ def linear(
 
 
 def linear_call(
-    input: Value, packed: Value, width: int, bias: Value | None, out_dtype: torch.dtype, first_column: int = 0
+    input: Value, packed: Value, width: int, bias: Value | Part | None, out_dtype: torch.dtype, first_column: int = 0
 ) -> Call:
     """A chain's call of the operator that has nothing fused."""
     arguments = (input, packed, width, bias, *fused_arguments({}, None), out_dtype, 1.0, 0, first_column, None)

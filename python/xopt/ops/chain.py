@@ -24,6 +24,14 @@ class Given(NamedTuple):
     place: int
 
 
+class Part(NamedTuple):
+    """Elements of one of a chain's tensors, which has one dimension, by its place."""
+
+    place: int
+    begin: int
+    end: int
+
+
 class Result(NamedTuple):
     """What a call of a chain returns, by the call's number; of two results the first or the second part."""
 
@@ -52,6 +60,8 @@ def _token(argument: Any) -> str:
         return "-"
     if isinstance(argument, Given):
         return f"%{argument.place}"
+    if isinstance(argument, Part):
+        return f"%{argument.place}[{argument.begin}:{argument.end}]"
     if isinstance(argument, Result):
         return f"${argument.number}.{argument.part}" if argument.part else f"${argument.number}"
     if isinstance(argument, SizeOf):
@@ -69,6 +79,9 @@ def _argument(token: str) -> Any:
     """What a token stands for: `call_text` the other way round."""
     if token == "-":
         return None
+    if token[0] == "%" and token[-1] == "]":
+        given, begin, end = token[1:-1].replace("[", ":").split(":")
+        return Part(int(given), int(begin), int(end))
     if token[0] in "%$":
         value, _, dim = token.partition(":")
         place, _, part = value[1:].partition(".")
@@ -113,6 +126,8 @@ def _returned_by(text: str) -> list[Result]:
 def _filled(argument: Any, tensors: Sequence[Any], results: Sequence[Any]) -> Any:
     if isinstance(argument, Given):
         return tensors[argument.place]
+    if isinstance(argument, Part):
+        return tensors[argument.place][argument.begin : argument.end]
     if isinstance(argument, SizeOf):
         return _filled(argument.value, tensors, results).size(argument.dim)
     if type(argument) is list:
