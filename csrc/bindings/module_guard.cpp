@@ -96,8 +96,17 @@ bool ModuleGuard::passes_below(const Step& step, const Seen& parent, Seen* seen)
   return passes(module, step.epoch, false, seen);
 }
 
+void ModuleGuard::Seen::fetch() const {
+  constexpr size_t kBeforeObject = 4 * sizeof(void*);  // where CPython 3.11 and later have an object's dictionary
+  ::xopt::fetch(reinterpret_cast<const char*>(module) - kBeforeObject, kBeforeObject + sizeof(PyObject));
+  attributes.fetch();
+  modules.fetch();
+  for (PyObject* each : hooks) ::xopt::fetch(each, sizeof(PyDictObject));
+}
+
 py::object ModuleGuard::operator()(const py::object& root) const {
   std::vector<Seen> seen = std::move(seen_);
+  for (const Seen& each : seen) each.fetch();
   seen_.clear();  // also where this ends early: a pointer is good only if all before it were looked at
   seen.resize(steps_.size() + 1);
   if (!passes(root.ptr(), root_epoch_, true, seen.data())) return py::none();

@@ -61,6 +61,8 @@ class ModuleGuard {
     SeenDict modules;
     std::array<PyObject*, kHooks> hooks{};
     bool has_same_modules = false;  // as when it passed before
+
+    void fetch() const;
   };
 
   // Whether a module passes, which is then the one seen. Of the root only the number of changes is asked.

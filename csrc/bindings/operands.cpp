@@ -15,6 +15,7 @@ struct Names {
   PyObject* buffers = PyUnicode_InternFromString("_buffers");
   PyObject* place = PyUnicode_InternFromString("place");
   PyObject* version = PyUnicode_InternFromString("_version");
+  PyObject* cdata = PyUnicode_InternFromString("_cdata");
 };
 
 const Names& names() {
@@ -32,11 +33,14 @@ PyObject* tensor_of(PyObject* attributes, const py::str& name) {
   return nullptr;
 }
 
+py::object get(PyObject* object, PyObject* name) {
+  auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name));
+  if (!value) throw py::error_already_set();
+  return value;
+}
+
 bool has_version(PyObject* tensor, long long expected) {
-  if (expected == kAnyVersion) return true;
-  const auto version = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, names().version));
-  if (!version) throw py::error_already_set();
-  return PyLong_AsLongLong(version.ptr()) == expected;
+  return expected == kAnyVersion || PyLong_AsLongLong(get(tensor, names().version).ptr()) == expected;
 }
 
 // What a packed parameter lies in: its `place` is a tuple that begins with it. Null for other parameters.
@@ -99,6 +103,10 @@ bool Operands::is_unchanged(PyObject* module, SeenModule* seen) {
 bool Operands::look_up(const Entry& entry, PyObject* module, Found* found) {
   *found = {};
   found->tensor = tensor_of(attributes_of(module).ptr(), entry.name);
+  const bool is_none = found->tensor == nullptr || found->tensor == Py_None;
+  if (entry.version != kAnyVersion && !is_none) {
+    found->counted = PyLong_AsVoidPtr(get(found->tensor, names().cdata).ptr());
+  }
   return entry.kind == Kind::packed || is_expected(entry.expected, found->tensor);
 }
 
@@ -122,8 +130,24 @@ bool Operands::passes(const Entry& entry, PyObject* module, bool is_unchanged, F
   return is_none || has_version(found->tensor, entry.version);
 }
 
+void Operands::Seen::fetch() const {
+  constexpr size_t kTensorBytes = 192;  // torch's own part of it
+  for (const SeenModule& module : modules) {
+    module.parameters.fetch();
+    module.buffers.fetch();
+  }
+  for (const Found& each : found) {
+    ::xopt::fetch(each.tensor, sizeof(PyObject) + sizeof(void*));
+    if (each.counted != nullptr) ::xopt::fetch(each.counted, kTensorBytes);
+    if (each.packed == nullptr) continue;
+    each.attributes.fetch();
+    ::xopt::fetch(each.packed, sizeof(PyObject));
+  }
+}
+
 py::object Operands::gather(const py::list& modules, const py::tuple& tensors) const {
   Seen seen = std::move(seen_);
+  seen.fetch();
   seen_ = {};  // also where this ends early: what was found is good only if all of its module was looked at
   seen.found.resize(entries_.size());
   py::list gathered(tensors.size() + taken_);

@@ -48,12 +48,15 @@ class Operands {
   // What an entry has led to in the last call: a parameter or buffer, and what a packed one lies in.
   struct Found {
     PyObject* tensor = nullptr;
+    const void* counted = nullptr;  // what torch counts its changes in, where they matter
     PyObject* packed = nullptr;
     SeenDict attributes;  // of the packed one
   };
   struct Seen {
     std::vector<SeenModule> modules;  // in the order of the entries
     std::vector<Found> found;         // by entries
+
+    void fetch() const;
   };
 
   void add_tensor(Kind kind, size_t place, pybind11::str name, const pybind11::object& tensor, long long version,

@@ -73,13 +73,15 @@ class Layout:
         """`forward(module, args, kwargs)` with images in another layout."""
         if not self._dims or torch.compiler.is_compiling() or torch._C._is_tracing():
             return forward(module, args, kwargs)
-        if not any(map(self._has_channels_first, (*args, *kwargs.values()))):
+        images = [value for value in (*args, *kwargs.values()) if self._has_channels_first(value)]
+        if not images:
             return forward(module, args, kwargs)
-        changed_args = tuple(self._channels_last(value) for value in args)
-        changed_kwargs = {name: self._channels_last(value) for name, value in kwargs.items()}
+        changed = args, kwargs
+        if not all(map(_may_stay, images)):
+            changed = tuple(map(self._channels_last, args)), {k: self._channels_last(v) for k, v in kwargs.items()}
         try:
             with inside():
-                result = forward(module, changed_args, changed_kwargs)
+                result = forward(module, *changed)
         except RuntimeError as error:
             if _VIEW_ERROR not in str(error):
                 raise
@@ -97,10 +99,14 @@ class Layout:
         return value.stride(1) != 1 and has_kernels(value.device) and value.layout == torch.strided
 
     def _channels_last(self, value: Any) -> Any:
-        if not self._has_channels_first(value) or (value.size(1) <= _FEW_CHANNELS and value.device.type == "cpu"):
+        if not self._has_channels_first(value) or _may_stay(value):
             return value
         return value.contiguous(memory_format=_FORMATS[value.dim()])
 
     def _contiguous(self, result: torch.Tensor) -> torch.Tensor:
         is_image = result.dim() in self._dims and result.layout == torch.strided
         return result.contiguous() if is_image else result
+
+
+def _may_stay(image: torch.Tensor) -> bool:
+    return image.size(1) <= _FEW_CHANNELS and image.is_cpu
