@@ -1,5 +1,7 @@
 #include "bindings/attributes.h"
 
+#include <utility>
+
 namespace py = pybind11;
 
 namespace xopt {
@@ -13,6 +15,23 @@ PyObject* find(PyObject* dictionary, PyObject* key) {
 py::object attributes_of(PyObject* module) {
   auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
   if (!attributes) throw py::error_already_set();
+  return attributes;
+}
+
+// CPython 3.13 keeps the attributes of most objects within them, also where they have a dictionary, and does not tell its
+// watchers when one of them is set. So the object gets a dictionary that does hold them.
+py::object seen_attributes_of(PyObject* object) {
+  py::object attributes = attributes_of(object);
+#if PY_VERSION_HEX >= 0x030D0000
+  if (reinterpret_cast<PyDictObject*>(attributes.ptr())->ma_values != nullptr) {
+    py::dict own;
+    const py::str name("__dict__");
+    const bool copied = PyDict_Update(own.ptr(), attributes.ptr()) == 0;
+    // Not by PyObject_GenericSetDict, which leaves the values within the object in use.
+    if (!copied || PyObject_GenericSetAttr(object, name.ptr(), own.ptr()) != 0) throw py::error_already_set();
+    return std::move(own);
+  }
+#endif
   return attributes;
 }
 
@@ -47,13 +66,20 @@ bool has(PyObject* attributes, const py::str& name, const py::object& expected) 
 }
 
 PyObject* SeenDict::of(PyObject* object) {
-#if PY_VERSION_HEX < 0x030D0000
   PyObject** dict = _PyObject_GetDictPtr(object);
   return dict == nullptr ? nullptr : *dict;
-#else
-  static_cast<void>(object);
-  return nullptr;
-#endif
 }
+
+#if PY_VERSION_HEX >= 0x030C0000
+bool SeenDict::watch(PyObject* dict) {
+  static const int watcher = PyDict_AddWatcher([](PyDict_WatchEvent, PyObject*, PyObject*, PyObject*) {
+    ++changes_;
+    return 0;
+  });
+  if (watcher >= 0 && PyDict_Watch(watcher, dict) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+#endif
 
 }  // namespace xopt

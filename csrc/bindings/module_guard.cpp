@@ -63,19 +63,20 @@ void ModuleGuard::add_watched(py::object holder, py::str name, py::object value)
 bool ModuleGuard::passes(PyObject* module, long long epoch, bool is_root, Seen* seen) {
   PyObject* attributes = SeenDict::of(module);
   const auto is_unhooked = [&] {
-    return is_root || std::all_of(seen->hooks.begin(), seen->hooks.end(), is_empty_dict);
+    const auto is_still_empty = [](const SeenDict& hooks) { return hooks.unchanged(); };
+    return is_root || std::all_of(seen->hooks.begin(), seen->hooks.end(), is_still_empty);
   };
   if (seen->module == module && seen->attributes.is(attributes) && is_unhooked()) {
     seen->has_same_modules = seen->modules.unchanged();
     if (!seen->has_same_modules) seen->modules = SeenDict(find(attributes, names().modules));
     return true;
   }
-  const py::object own = attributes_of(module);
+  const py::object own = seen_attributes_of(module);
   if (!has_epoch(own.ptr(), epoch)) return false;
   Seen found;
   if (!is_root) {
     if (find(own.ptr(), names().training) != Py_False || is_hooked(own.ptr())) return false;
-    for (size_t i = 0; i < kHooks; ++i) found.hooks[i] = find(own.ptr(), names().hooks[i]);
+    for (size_t i = 0; i < kHooks; ++i) found.hooks[i] = SeenDict(find(own.ptr(), names().hooks[i]));
   }
   PyObject* modules = find(own.ptr(), names().modules);
   found.module = module;
@@ -101,7 +102,7 @@ void ModuleGuard::Seen::fetch() const {
   ::xopt::fetch(reinterpret_cast<const char*>(module) - kBeforeObject, kBeforeObject + sizeof(PyObject));
   attributes.fetch();
   modules.fetch();
-  for (PyObject* each : hooks) ::xopt::fetch(each, sizeof(PyDictObject));
+  for (const SeenDict& each : hooks) each.fetch();
 }
 
 py::object ModuleGuard::operator()(const py::object& root) const {

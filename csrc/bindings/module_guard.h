@@ -59,8 +59,8 @@ class ModuleGuard {
     PyObject* module = nullptr;
     SeenDict attributes;
     SeenDict modules;
-    std::array<PyObject*, kHooks> hooks{};
-    bool has_same_modules = false;  // as when it passed before
+    std::array<SeenDict, kHooks> hooks;  // empty ones
+    bool has_same_modules = false;       // as when it passed before
 
     void fetch() const;
   };

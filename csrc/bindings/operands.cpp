@@ -39,6 +39,11 @@ py::object get(PyObject* object, PyObject* name) {
   return value;
 }
 
+const void* torchs_part_of(PyObject* tensor) {
+  if (tensor == nullptr || tensor == Py_None) return nullptr;
+  return PyLong_AsVoidPtr(get(tensor, names().cdata).ptr());
+}
+
 bool has_version(PyObject* tensor, long long expected) {
   return expected == kAnyVersion || PyLong_AsLongLong(get(tensor, names().version).ptr()) == expected;
 }
@@ -93,7 +98,7 @@ bool Operands::is_unchanged(PyObject* module, SeenModule* seen) {
   if (seen->attributes.is(SeenDict::of(module)) && seen->parameters.unchanged() && seen->buffers.unchanged()) {
     return true;
   }
-  const py::object own = attributes_of(module);
+  const py::object own = seen_attributes_of(module);
   *seen = {SeenDict(own.ptr()), SeenDict(find(own.ptr(), names().parameters)),
            SeenDict(find(own.ptr(), names().buffers))};
   return false;
@@ -103,10 +108,7 @@ bool Operands::is_unchanged(PyObject* module, SeenModule* seen) {
 bool Operands::look_up(const Entry& entry, PyObject* module, Found* found) {
   *found = {};
   found->tensor = tensor_of(attributes_of(module).ptr(), entry.name);
-  const bool is_none = found->tensor == nullptr || found->tensor == Py_None;
-  if (entry.version != kAnyVersion && !is_none) {
-    found->counted = PyLong_AsVoidPtr(get(found->tensor, names().cdata).ptr());
-  }
+  if (entry.kind == Kind::tensor) found->torchs = torchs_part_of(found->tensor);
   return entry.kind == Kind::packed || is_expected(entry.expected, found->tensor);
 }
 
@@ -115,6 +117,7 @@ bool Operands::look_into_packed(const Entry& entry, bool is_unchanged, Found* fo
   if (is_unchanged && parameter != nullptr && found->attributes.is(SeenDict::of(parameter))) return true;
   found->packed = packed_of(parameter);
   if (!is_expected(entry.expected, found->packed)) return false;
+  found->torchs = torchs_part_of(found->packed);
   found->attributes = found->packed == nullptr ? SeenDict() : SeenDict(SeenDict::of(parameter));
   return true;
 }
@@ -131,14 +134,14 @@ bool Operands::passes(const Entry& entry, PyObject* module, bool is_unchanged, F
 }
 
 void Operands::Seen::fetch() const {
-  constexpr size_t kTensorBytes = 192;  // torch's own part of it
+  constexpr size_t kTorchsBytes = 192;
   for (const SeenModule& module : modules) {
     module.parameters.fetch();
     module.buffers.fetch();
   }
   for (const Found& each : found) {
     ::xopt::fetch(each.tensor, sizeof(PyObject) + sizeof(void*));
-    if (each.counted != nullptr) ::xopt::fetch(each.counted, kTensorBytes);
+    if (each.torchs != nullptr) ::xopt::fetch(each.torchs, kTorchsBytes);
     if (each.packed == nullptr) continue;
     each.attributes.fetch();
     ::xopt::fetch(each.packed, sizeof(PyObject));

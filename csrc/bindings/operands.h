@@ -48,9 +48,9 @@ class Operands {
   // What an entry has led to in the last call: a parameter or buffer, and what a packed one lies in.
   struct Found {
     PyObject* tensor = nullptr;
-    const void* counted = nullptr;  // what torch counts its changes in, where they matter
     PyObject* packed = nullptr;
-    SeenDict attributes;  // of the packed one
+    const void* torchs = nullptr;  // torch's own part of the tensor that is looked at or taken
+    SeenDict attributes;           // of the packed one
   };
   struct Seen {
     std::vector<SeenModule> modules;  // in the order of the entries
