@@ -173,6 +173,7 @@ def test_lines_of_depthwise_kernels(kernel: int, stride: int) -> None:
         {"binary": "add", "activation": "relu", "activation_last": True},
         {"binary": "add", "activation": "relu"},
         {"activation": "silu"},
+        {"scale": "f32", "activation": "relu", "out": "f32"},
     ]
     FAMILY.run_all(
         ConvCase(
@@ -192,7 +193,7 @@ def test_lines_of_depthwise_kernels(kernel: int, stride: int) -> None:
             **afters[(width + groups + left) % len(afters)],
         )
         for width in (1, 7, 8, 9, 16, 17, 33, 48)
-        for groups in (3, 8, 40)
+        for groups in (3, 8, 16, 31, 40, 48, 64)  # of bf16, 32 are summed at a time, or 16
         for left, right in ((0, 0), (1, 1), (2, 0), (0, 9))
         for packed in ("f32", "bf16")
         if packed == "f32" or width % 2

@@ -11,7 +11,7 @@
 
 #include "kernels/column_values.h"
 #include "kernels/conv.h"
-#include "kernels/depthwise_sums.h"
+#include "kernels/depthwise_halves.h"
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
@@ -134,7 +134,7 @@ class DepthwiseThread {
         epilogue_(epilogue),
         plan_(plan),
         finishes_(std::is_same_v<Value, float> && is_simple(call.epilogue)),
-        outputs_(select_outputs<Line>(call.input, call.epilogue, finishes_)),
+        outputs_(in_halves() ? in_halves() : select_outputs<Line>(call.input, call.epilogue, finishes_)),
         sums_(static_cast<size_t>(finishes_ ? 0 : plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
         copies_(static_cast<size_t>(copies_lines() ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Line)),
@@ -179,6 +179,22 @@ class DepthwiseThread {
     for (int64_t c = 0; c < padded; c += kTileColumns, to += plan_.positions * kTileColumns) {
       spread_weights(call_.weight, channel + c, plan_.positions, to);
     }
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+    const int64_t step = plan_.positions * kTileColumns;
+    for (int64_t c = 0; in_halves() && c + kWidth < columns_; c += kTwoVectors) {
+      weights_to_halves(weights_.as<float>() + c * plan_.positions, step, plan_.positions);
+    }
+#endif
+  }
+
+  // How 32 channels are summed at a time; nullptr: they are not.
+  OutputsFn<Line>* in_halves() const {
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+    if constexpr (std::is_same_v<Line, Bf16>) {
+      if (call_.weight.dtype == DType::bf16) return select_halves<kHasPairs>(v_, call_.epilogue, finishes_);
+    }
+#endif
+    return nullptr;
   }
 
   // Floats that are one tile high are what copies would be.

@@ -107,10 +107,16 @@ XOPT_INLINE void store_part(Bf16* p, F x, int64_t n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), to_words(x, Bf16{}));
 }
 XOPT_INLINE void store_part(F16* p, F x, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), to_words(x, F16{})); }
+// The words of x, and behind them those of y.
+XOPT_INLINE __m512i to_words(F x, F y) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
-XOPT_INLINE void store_two(Bf16* p, F x, F y) {
-  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x));
+#else
+  return _mm512_inserti64x4(_mm512_castsi256_si512(to_words(x, Bf16{})), to_words(y, Bf16{}), 1);
+#endif
 }
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
+XOPT_INLINE void store_two(Bf16* p, F x, F y) { _mm512_storeu_si512(p, to_words(x, y)); }
 #endif
 XOPT_INLINE __m512i saturate(F x, float low, float high) {
   const F number = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);

@@ -1,0 +1,270 @@
+// Eight neighbouring outputs of a depthwise convolution of bf16, 32 channels at a time.
+//
+// A load brings 32 channels, and to put zeros between them takes one instruction for each half: of every 128 bits the lower
+// four channels are in the one, the upper four in the other. Weights lie in that order, and so do sums until both halves
+// become bf16 by one instruction, which takes as long as for one of them. Where bf16 is multiplied in pairs at the speed of
+// floats (AMD), two lines of the kernel are one instruction.
+#pragma once
+
+#include "kernels/depthwise_sums.h"
+
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+
+namespace xopt::XOPT_ISA {
+
+inline constexpr int64_t kTwoVectors = 2 * kWidth;
+
+XOPT_INLINE __m512i load_words(const Bf16* p) { return _mm512_loadu_si512(p); }
+XOPT_INLINE F low_half(__m512i words) {
+  return _mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_setzero_si512(), words));
+}
+XOPT_INLINE F high_half(__m512i words) {
+  return _mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), words));
+}
+
+// Two vectors of channels in their order, as halves.
+XOPT_INLINE void to_halves(F& first, F& second) {
+  const __m512i low = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
+  const F both = _mm512_permutex2var_ps(first, low, second);
+  second = _mm512_permutex2var_ps(first, high, second);
+  first = both;
+}
+// The other way round.
+XOPT_INLINE void to_order(F& low, F& high) {
+  const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  const F both = _mm512_permutex2var_ps(low, first, high);
+  high = _mm512_permutex2var_ps(low, second, high);
+  low = both;
+}
+
+// Weights of 32 channels, 16 and as many `step` elements on, become those of halves.
+inline void weights_to_halves(float* weights, int64_t step, int64_t positions) {
+  for (int64_t position = 0; position < positions; ++position, weights += kTileColumns) {
+    F first = load(weights), second = load(weights + step);
+    to_halves(first, second);
+    store(weights, first);
+    store(weights + step, second);
+  }
+}
+
+// As add_line.
+template <int64_t K, int64_t S, bool Checked>
+XOPT_INLINE void add_line_halves(const Bf16* x, int64_t pitch, uint32_t inside, const float* weights, int64_t step,
+                                 F (&low)[kOutputs], F (&high)[kOutputs]) {
+  F low_weight[K], high_weight[K];
+#pragma GCC unroll 8
+  for (int64_t p = 0; p < K; ++p) {
+    low_weight[p] = load(weights + p * kTileColumns);
+    high_weight[p] = load(weights + step + p * kTileColumns);
+  }
+#pragma GCC unroll 32
+  for (int64_t i = 0; i < kPositions<K, S>; ++i, x += pitch) {
+    asm("" : "+r"(x));
+    asm("" : "+r"(inside));
+    if (Checked && (inside >> i & 1) == 0) continue;
+    const __m512i words = load_words(x);
+    const F low_value = low_half(words), high_value = high_half(words);
+#pragma GCC unroll 8
+    for (int64_t p = 0; p < K; ++p) {
+      const int64_t r = (i - p) / S;
+      if (i < p || r * S != i - p || r >= kOutputs) continue;
+      low[r] = fma(low_value, low_weight[p], low[r]);
+      high[r] = fma(high_value, high_weight[p], high[r]);
+    }
+  }
+}
+
+#if XOPT_LEVEL == XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
+// Intel, whose CPUs with AMX are at a level of their own, takes four times as long for a product of pairs as for one of
+// floats.
+inline constexpr bool kHasPairs = true;
+
+XOPT_INLINE F add_pairs(F sum, __m512i pairs, __m512i weights) {
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(pairs), reinterpret_cast<__m512bh>(weights));
+}
+// Of weights that are bf16, as floats.
+XOPT_INLINE __m512i weight_pairs(const float* first, const float* second) {
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_loadu_si512(first), 16), _mm512_loadu_si512(second));
+}
+
+// Two lines of the kernel.
+template <int64_t K, int64_t S, bool Checked>
+XOPT_INLINE void add_two_lines(const KernelLine<Bf16>* lines, int64_t value, int64_t weight, int64_t pitch,
+                               uint32_t inside, int64_t step, F (&low)[kOutputs], F (&high)[kOutputs]) {
+  __m512i low_weight[K], high_weight[K];
+#pragma GCC unroll 8
+  for (int64_t p = 0; p < K; ++p) {
+    const int64_t at = weight + p * kTileColumns;
+    low_weight[p] = weight_pairs(lines[0].weights + at, lines[1].weights + at);
+    high_weight[p] = weight_pairs(lines[0].weights + at + step, lines[1].weights + at + step);
+  }
+  const Bf16 *x = lines[0].values + value, *y = lines[1].values + value;
+#pragma GCC unroll 32
+  for (int64_t i = 0; i < kPositions<K, S>; ++i, x += pitch, y += pitch) {
+    asm("" : "+r"(x), "+r"(y));
+    asm("" : "+r"(inside));
+    if (Checked && (inside >> i & 1) == 0) continue;
+    const __m512i above = load_words(x), below = load_words(y);
+    const __m512i low_pairs = _mm512_unpacklo_epi16(above, below), high_pairs = _mm512_unpackhi_epi16(above, below);
+#pragma GCC unroll 8
+    for (int64_t p = 0; p < K; ++p) {
+      const int64_t r = (i - p) / S;
+      if (i < p || r * S != i - p || r >= kOutputs) continue;
+      low[r] = add_pairs(low[r], low_pairs, low_weight[p]);
+      high[r] = add_pairs(high[r], high_pairs, high_weight[p]);
+    }
+  }
+}
+#else
+inline constexpr bool kHasPairs = false;
+#endif
+
+// As sum_outputs, of the 32 channels from c on.
+template <int64_t K, int64_t S, bool Pairs>
+XOPT_INLINE void sum_halves(const OutputsCall<Bf16>& call, const EightOutputs<Bf16>& outputs, int64_t c,
+                            F (&low)[kOutputs], F (&high)[kOutputs]) {
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < kOutputs; ++r) low[r] = high[r] = set1(0.0F);
+  const int64_t x = outputs.values + c, weight = c / kTileColumns * call.weight_step, step = call.weight_step;
+  const bool all_inside = outputs.inside == (uint64_t{1} << kPositions<K, S>)-1;
+  const KernelLine<Bf16>*line = call.lines, *end = call.lines + call.line_count;
+#if XOPT_LEVEL == XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
+  if constexpr (Pairs) {
+    for (; line + 1 < end; line += 2) {
+      if (all_inside) {
+        add_two_lines<K, S, false>(line, x, weight, call.pitch, 0, step, low, high);
+      } else {
+        add_two_lines<K, S, true>(line, x, weight, call.pitch, outputs.inside, step, low, high);
+      }
+    }
+  }
+#endif
+  for (; line < end; ++line) {
+    if (all_inside) {
+      add_line_halves<K, S, false>(line->values + x, call.pitch, 0, line->weights + weight, step, low, high);
+    } else {
+      add_line_halves<K, S, true>(line->values + x, call.pitch, outputs.inside, line->weights + weight, step, low,
+                                  high);
+    }
+  }
+}
+
+// Finished sums of `rows` outputs, where nothing is added to them.
+XOPT_INLINE void finish_halves(const Finish<Bf16>& f, int64_t rows, int64_t column, F (&low)[kOutputs],
+                               F (&high)[kOutputs]) {
+  F low_bias = load(f.bias + column), high_bias = load(f.bias + column + kWidth);
+  to_halves(low_bias, high_bias);
+  F low_scale = set1(1.0F), high_scale = low_scale;
+  if (f.scale != nullptr) {
+    low_scale = load(f.scale + column);
+    high_scale = load(f.scale + column + kWidth);
+    to_halves(low_scale, high_scale);
+  }
+  const F least = set1(f.low), most = set1(f.high);
+  const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+  const int64_t count = f.columns - column;
+  const __mmask32 mask = count >= kTwoVectors ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+  Bf16* out = f.out + column;
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < kOutputs; ++r, out += f.out_stride) {
+    asm("" : "+r"(out));
+    F x = fma(low[r], low_scale, low_bias), y = fma(high[r], high_scale, high_bias);
+    if (f.clamps) {
+      x = min(most, max(least, x));
+      y = min(most, max(least, y));
+    }
+    const __m512i words = _mm512_permutexvar_epi64(order, to_words(x, y));
+    if (r < rows) _mm512_mask_storeu_epi16(out, mask, words);
+  }
+}
+
+template <class Out>
+XOPT_INLINE void finish_in_order(const Finish<Out>& f, int64_t rows, int64_t column, F (&low)[kOutputs],
+                                 F (&high)[kOutputs]) {
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < kOutputs; ++r) to_order(low[r], high[r]);
+  finish_rows(f, column, low, rows);
+  finish_rows(f, column + kWidth, high, rows);
+}
+
+// Sums for an epilogue of its own.
+template <int64_t K, int64_t S, bool Pairs>
+void store_halves(const OutputsCall<Bf16>& call) {
+  for (int64_t w = 0; w < call.outputs; w += kOutputs) {
+    const int64_t first = first_of_eight(w, call.outputs);
+    const EightOutputs<Bf16> outputs(call, first, kPositions<K, S>);
+    for (int64_t c = 0; c < call.columns; c += kTwoVectors) {
+      float* sums = call.sums + c / kPanelColumns * call.panel_step + first * kPanelColumns;
+      F low[kOutputs], high[kOutputs];
+      if (c + kWidth >= call.columns) {
+        sum_outputs<K, S>(call, outputs, c, low);
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < kOutputs; ++r) store(sums + r * kPanelColumns, low[r]);
+        continue;
+      }
+      sum_halves<K, S, Pairs>(call, outputs, c, low, high);
+#pragma GCC unroll 8
+      for (int64_t r = 0; r < kOutputs; ++r) {
+        to_order(low[r], high[r]);
+        store(sums + r * kPanelColumns, low[r]);
+        store(sums + r * kPanelColumns + kWidth, high[r]);
+      }
+    }
+  }
+}
+
+template <int64_t K, int64_t S, bool Pairs, class Out>
+void finish_outputs_halves(const OutputsCall<Bf16>& call) {
+  Finish<Out> finish = finish_of<Out>(*call.epilogue, *call.strip, call.row, call.row, 0);
+  Out* const out = finish.out;
+  const Out* const other = finish.other;
+  const int64_t rows = minimum(call.outputs, kOutputs);
+  for (int64_t w = 0; w < call.outputs; w += kOutputs) {
+    const int64_t first = first_of_eight(w, call.outputs);
+    const EightOutputs<Bf16> outputs(call, first, kPositions<K, S>);
+    finish.out = out + first * finish.out_stride;
+    if (other != nullptr) finish.other = other + first * finish.other_stride;
+    for (int64_t c = 0; c < call.columns; c += kTwoVectors) {
+      F low[kOutputs], high[kOutputs];
+      if (c + kWidth >= call.columns) {  // of one vector
+        sum_outputs<K, S>(call, outputs, c, low);
+        finish_rows(finish, c, low, rows);
+        continue;
+      }
+      sum_halves<K, S, Pairs>(call, outputs, c, low, high);
+      if constexpr (std::is_same_v<Out, Bf16>) {
+        if (finish.other == nullptr) {
+          finish_halves(finish, rows, c, low, high);
+          continue;
+        }
+      }
+      finish_in_order(finish, rows, c, low, high);
+    }
+  }
+}
+
+template <int64_t K, int64_t S, bool Pairs>
+OutputsFn<Bf16>* halves_fn_of(const Epilogue& e, bool finish) {
+  if (finish && e.out_dtype == DType::f32) return finish_outputs_halves<K, S, Pairs, float>;
+  if (finish && e.out_dtype == DType::bf16) return finish_outputs_halves<K, S, Pairs, Bf16>;
+  if (finish && e.out_dtype == DType::f16) return finish_outputs_halves<K, S, Pairs, F16>;
+  return store_halves<K, S, Pairs>;
+}
+
+// nullptr where the kernel is none of those known here.
+template <bool Pairs>
+OutputsFn<Bf16>* select_halves(const PatchesView& v, const Epilogue& e, bool finish) {
+  const int64_t kernel = v.dilation[2] == 1 ? v.kernel[2] : 0, stride = v.stride[2];
+  if (kernel == 3 && stride == 1) return halves_fn_of<3, 1, Pairs>(e, finish);
+  if (kernel == 3 && stride == 2) return halves_fn_of<3, 2, Pairs>(e, finish);
+  if (kernel == 5 && stride == 1) return halves_fn_of<5, 1, Pairs>(e, finish);
+  if (kernel == 5 && stride == 2) return halves_fn_of<5, 2, Pairs>(e, finish);
+  if (kernel == 7 && stride == 1) return halves_fn_of<7, 1, Pairs>(e, finish);
+  return nullptr;
+}
+
+}  // namespace xopt::XOPT_ISA
+
+#endif
