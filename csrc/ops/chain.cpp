@@ -32,7 +32,7 @@ class Run {
     }
     std::vector<int64_t> sizes = sizes_of(tensors_, threads_);
     const std::shared_ptr<const Recording> recording = prepared_.recordings->find(sizes, tensors_);
-    if (recording == nullptr) recorder_.emplace(prepared_);
+    if (recording == nullptr) recorder_ = std::make_unique<ConvRecorder>(prepared_);
     for (size_t i = 0; i < prepared_.calls.size();) {
       const RecordedPart* part = recording == nullptr ? nullptr : recording->part_at(i);
       if (part != nullptr) replay(*part, prepared_, threads_, values());
@@ -143,7 +143,7 @@ class Run {
   const int64_t threads_ = max_threads();
   const bool on_cpu_ = current_offload() == nullptr;
   std::vector<Tensor> results_;
-  std::optional<ConvRecorder> recorder_;  // where nothing is known of such tensors yet
+  std::unique_ptr<ConvRecorder> recorder_;  // where nothing is known of such tensors yet
 };
 
 void chain(StableIValue* stack, uint64_t, uint64_t) {

@@ -163,7 +163,7 @@ bool ConvRecorder::note(size_t call, const ReadyConv& conv, bool reads_given, co
   const bool known = (!reads_given || found(kInput, conv.call.input.data, &recorded.input)) &&
                      found(kScale, e.scale.data, &recorded.scale) && found(kBias, e.bias.data, &recorded.bias) &&
                      found(kOther, e.other, &recorded.other);
-  if (known) seen_[call].conv = recorded;
+  if (known) seen_[call].conv = std::make_unique<RecordedConv>(recorded);
   return known;
 }
 

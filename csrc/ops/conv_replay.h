@@ -78,7 +78,7 @@ class ConvRecorder {
  private:
   // A call that was run, and how many were run together from it on; 0: none, or the group begins before it.
   struct Seen {
-    std::optional<RecordedConv> conv;
+    std::unique_ptr<RecordedConv> conv;
     size_t together = 0;
   };
 
