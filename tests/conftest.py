@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pathlib
 import signal
+from collections.abc import Iterator
 
 import pytest
+import torch
 from _pytest.terminal import TerminalReporter
 
 BATCHES = 4
@@ -76,3 +78,11 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     missing = sorted({str(report.longrepr[2]) for report in skipped if "NOT RUN" in str(report.longrepr)})
     for reason in missing:
         terminalreporter.write_line(reason.removeprefix("Skipped: "), yellow=True, bold=True)
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """For a test that sets how many threads torch uses."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -112,6 +112,11 @@ def test_a_chain_gives_what_single_convolutions_give(seed: int) -> None:
         assert torch.equal(result.nan_to_num(), calls.results[number].nan_to_num())
 
 
+def forget_kept_outputs() -> None:
+    xopt.runtime.keep_outputs(0)
+    xopt.runtime.keep_outputs(256 << 20)
+
+
 @not_when_sanitized
 def test_what_no_later_link_reads_is_freed() -> None:
     """Of eight images of 16 MB, three are enough at a time: the others lie where an earlier one was."""
@@ -120,8 +125,7 @@ def test_what_no_later_link_reads_is_freed() -> None:
         calls.add(Result(link - 1) if link else Given(0), torch.randn(16, 16, 1, 1))
     arguments = calls.arguments([7])
     calls.results.clear()
-    xopt.runtime.keep_outputs(0)  # forgets those
-    xopt.runtime.keep_outputs(256 << 20)
+    forget_kept_outputs()
     before = _C.output_statistics()
     (result,) = ops.chain(*arguments)
     after = _C.output_statistics()

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import xopt
 from tests.fresh_process import output_of
-from tests.test_chain import Calls, image, ops, random_calls
+from tests.test_chain import Calls, forget_kept_outputs, image, ops, random_calls
 from tests.test_conv_bands import L2_BYTES, inverted_residuals, large_residual
 from tests.test_runtime import not_when_sanitized
 from xopt import _C
@@ -24,13 +23,6 @@ def no_gradients() -> Iterator[None]:
     """Under grad mode nothing is run again: each call looks whether a gradient is wanted."""
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def torch_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def check(calls: Calls, returned: list[int]) -> None:
@@ -81,8 +73,7 @@ def test_results_between_share_one_block() -> None:
     arguments = calls.arguments([7])
     ops.chain(*arguments)
     calls.results.clear()
-    xopt.runtime.keep_outputs(0)  # forgets those
-    xopt.runtime.keep_outputs(256 << 20)
+    forget_kept_outputs()
     before = _C.output_statistics()
     (result,) = ops.chain(*arguments)
     after = _C.output_statistics()

@@ -25,13 +25,6 @@ not_when_sanitized = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def torch_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- Threads --------------------------------------------------------------------------------------------------------
 
 

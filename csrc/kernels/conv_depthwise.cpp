@@ -134,7 +134,8 @@ class DepthwiseThread {
         epilogue_(epilogue),
         plan_(plan),
         finishes_(std::is_same_v<Value, float> && is_simple(call.epilogue)),
-        outputs_(in_halves() ? in_halves() : select_outputs<Line>(call.input, call.epilogue, finishes_)),
+        halves_(outputs_in_halves()),
+        outputs_(halves_ != nullptr ? halves_ : select_outputs<Line>(call.input, call.epilogue, finishes_)),
         sums_(static_cast<size_t>(finishes_ ? 0 : plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
         copies_(static_cast<size_t>(copies_lines() ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Line)),
@@ -181,17 +182,17 @@ class DepthwiseThread {
     }
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
     const int64_t step = plan_.positions * kTileColumns;
-    for (int64_t c = 0; in_halves() && c + kWidth < columns_; c += kTwoVectors) {
+    for (int64_t c = 0; halves_ != nullptr && c + kWidth < columns_; c += kTwoVectors) {
       weights_to_halves(weights_.as<float>() + c * plan_.positions, step, plan_.positions);
     }
 #endif
   }
 
   // How 32 channels are summed at a time; nullptr: they are not.
-  OutputsFn<Line>* in_halves() const {
+  OutputsFn<Line>* outputs_in_halves() const {
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
     if constexpr (std::is_same_v<Line, Bf16>) {
-      if (call_.weight.dtype == DType::bf16) return select_halves<kHasPairs>(v_, call_.epilogue, finishes_);
+      if (call_.weight.dtype == DType::bf16) return select_halves(v_, call_.epilogue, finishes_);
     }
 #endif
     return nullptr;
@@ -274,7 +275,8 @@ class DepthwiseThread {
   ColumnValues values_;    // of the chunk
   EpilogueStrip strip_{};  // what its strips have in common
   const DepthwisePlan& plan_;
-  const bool finishes_;  // outputs are finished as they are summed
+  const bool finishes_;            // outputs are finished as they are summed
+  OutputsFn<Line>* const halves_;  // nullptr: a vector of channels at a time
   OutputsFn<Line>* const outputs_;
   const Scratch sums_, weights_, copies_, held_, lines_;
   bool reads_input_ = false;  // and no copies of its lines

@@ -22,21 +22,21 @@ XOPT_INLINE F high_half(__m512i words) {
   return _mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), words));
 }
 
+// Lanes of two vectors, those of the second from 16 on, in two others.
+XOPT_INLINE void rearrange(__m512i to_first, __m512i to_second, F& first, F& second) {
+  const F rearranged = _mm512_permutex2var_ps(first, to_first, second);
+  second = _mm512_permutex2var_ps(first, to_second, second);
+  first = rearranged;
+}
 // Two vectors of channels in their order, as halves.
 XOPT_INLINE void to_halves(F& first, F& second) {
   const __m512i low = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
-  const F both = _mm512_permutex2var_ps(first, low, second);
-  second = _mm512_permutex2var_ps(first, high, second);
-  first = both;
+  rearrange(low, _mm512_add_epi32(low, _mm512_set1_epi32(4)), first, second);
 }
 // The other way round.
 XOPT_INLINE void to_order(F& low, F& high) {
   const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  const F both = _mm512_permutex2var_ps(low, first, high);
-  high = _mm512_permutex2var_ps(low, second, high);
-  low = both;
+  rearrange(first, _mm512_add_epi32(first, _mm512_set1_epi32(8)), low, high);
 }
 
 // Weights of 32 channels, 16 and as many `step` elements on, become those of halves.
@@ -77,10 +77,9 @@ XOPT_INLINE void add_line_halves(const Bf16* x, int64_t pitch, uint32_t inside, 
 }
 
 #if XOPT_LEVEL == XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
+#define XOPT_LINES_IN_PAIRS
 // Intel, whose CPUs with AMX are at a level of their own, takes four times as long for a product of pairs as for one of
 // floats.
-inline constexpr bool kHasPairs = true;
-
 XOPT_INLINE F add_pairs(F sum, __m512i pairs, __m512i weights) {
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(pairs), reinterpret_cast<__m512bh>(weights));
 }
@@ -117,12 +116,10 @@ XOPT_INLINE void add_two_lines(const KernelLine<Bf16>* lines, int64_t value, int
     }
   }
 }
-#else
-inline constexpr bool kHasPairs = false;
 #endif
 
 // As sum_outputs, of the 32 channels from c on.
-template <int64_t K, int64_t S, bool Pairs>
+template <int64_t K, int64_t S>
 XOPT_INLINE void sum_halves(const OutputsCall<Bf16>& call, const EightOutputs<Bf16>& outputs, int64_t c,
                             F (&low)[kOutputs], F (&high)[kOutputs]) {
 #pragma GCC unroll 8
@@ -130,14 +127,12 @@ XOPT_INLINE void sum_halves(const OutputsCall<Bf16>& call, const EightOutputs<Bf
   const int64_t x = outputs.values + c, weight = c / kTileColumns * call.weight_step, step = call.weight_step;
   const bool all_inside = outputs.inside == (uint64_t{1} << kPositions<K, S>)-1;
   const KernelLine<Bf16>*line = call.lines, *end = call.lines + call.line_count;
-#if XOPT_LEVEL == XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
-  if constexpr (Pairs) {
-    for (; line + 1 < end; line += 2) {
-      if (all_inside) {
-        add_two_lines<K, S, false>(line, x, weight, call.pitch, 0, step, low, high);
-      } else {
-        add_two_lines<K, S, true>(line, x, weight, call.pitch, outputs.inside, step, low, high);
-      }
+#ifdef XOPT_LINES_IN_PAIRS
+  for (; line + 1 < end; line += 2) {
+    if (all_inside) {
+      add_two_lines<K, S, false>(line, x, weight, call.pitch, 0, step, low, high);
+    } else {
+      add_two_lines<K, S, true>(line, x, weight, call.pitch, outputs.inside, step, low, high);
     }
   }
 #endif
@@ -190,7 +185,7 @@ XOPT_INLINE void finish_in_order(const Finish<Out>& f, int64_t rows, int64_t col
 }
 
 // Sums for an epilogue of its own.
-template <int64_t K, int64_t S, bool Pairs>
+template <int64_t K, int64_t S>
 void store_halves(const OutputsCall<Bf16>& call) {
   for (int64_t w = 0; w < call.outputs; w += kOutputs) {
     const int64_t first = first_of_eight(w, call.outputs);
@@ -204,7 +199,7 @@ void store_halves(const OutputsCall<Bf16>& call) {
         for (int64_t r = 0; r < kOutputs; ++r) store(sums + r * kPanelColumns, low[r]);
         continue;
       }
-      sum_halves<K, S, Pairs>(call, outputs, c, low, high);
+      sum_halves<K, S>(call, outputs, c, low, high);
 #pragma GCC unroll 8
       for (int64_t r = 0; r < kOutputs; ++r) {
         to_order(low[r], high[r]);
@@ -215,7 +210,7 @@ void store_halves(const OutputsCall<Bf16>& call) {
   }
 }
 
-template <int64_t K, int64_t S, bool Pairs, class Out>
+template <int64_t K, int64_t S, class Out>
 void finish_outputs_halves(const OutputsCall<Bf16>& call) {
   Finish<Out> finish = finish_of<Out>(*call.epilogue, *call.strip, call.row, call.row, 0);
   Out* const out = finish.out;
@@ -233,7 +228,7 @@ void finish_outputs_halves(const OutputsCall<Bf16>& call) {
         finish_rows(finish, c, low, rows);
         continue;
       }
-      sum_halves<K, S, Pairs>(call, outputs, c, low, high);
+      sum_halves<K, S>(call, outputs, c, low, high);
       if constexpr (std::is_same_v<Out, Bf16>) {
         if (finish.other == nullptr) {
           finish_halves(finish, rows, c, low, high);
@@ -245,26 +240,26 @@ void finish_outputs_halves(const OutputsCall<Bf16>& call) {
   }
 }
 
-template <int64_t K, int64_t S, bool Pairs>
+template <int64_t K, int64_t S>
 OutputsFn<Bf16>* halves_fn_of(const Epilogue& e, bool finish) {
-  if (finish && e.out_dtype == DType::f32) return finish_outputs_halves<K, S, Pairs, float>;
-  if (finish && e.out_dtype == DType::bf16) return finish_outputs_halves<K, S, Pairs, Bf16>;
-  if (finish && e.out_dtype == DType::f16) return finish_outputs_halves<K, S, Pairs, F16>;
-  return store_halves<K, S, Pairs>;
+  if (finish && e.out_dtype == DType::f32) return finish_outputs_halves<K, S, float>;
+  if (finish && e.out_dtype == DType::bf16) return finish_outputs_halves<K, S, Bf16>;
+  if (finish && e.out_dtype == DType::f16) return finish_outputs_halves<K, S, F16>;
+  return store_halves<K, S>;
 }
 
-// nullptr where the kernel is none of those known here.
-template <bool Pairs>
-OutputsFn<Bf16>* select_halves(const PatchesView& v, const Epilogue& e, bool finish) {
-  const int64_t kernel = v.dilation[2] == 1 ? v.kernel[2] : 0, stride = v.stride[2];
-  if (kernel == 3 && stride == 1) return halves_fn_of<3, 1, Pairs>(e, finish);
-  if (kernel == 3 && stride == 2) return halves_fn_of<3, 2, Pairs>(e, finish);
-  if (kernel == 5 && stride == 1) return halves_fn_of<5, 1, Pairs>(e, finish);
-  if (kernel == 5 && stride == 2) return halves_fn_of<5, 2, Pairs>(e, finish);
-  if (kernel == 7 && stride == 1) return halves_fn_of<7, 1, Pairs>(e, finish);
-  return nullptr;
+// nullptr where the kernel is none of those known.
+inline OutputsFn<Bf16>* select_halves(const PatchesView& v, const Epilogue& e, bool finish) {
+  return select_line(v, [&](auto k, auto s) -> OutputsFn<Bf16>* {
+    if constexpr (k == 0) {
+      return nullptr;
+    } else {
+      return halves_fn_of<k, s>(e, finish);
+    }
+  });
 }
 
 }  // namespace xopt::XOPT_ISA
 
+#undef XOPT_LINES_IN_PAIRS
 #endif

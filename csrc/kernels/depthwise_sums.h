@@ -220,18 +220,29 @@ OutputsFn<Line>* outputs_fn_of(const Epilogue& e, bool finish) {
   return store_outputs<K, S, Line>;
 }
 
+template <int64_t N>
+using Number = std::integral_constant<int64_t, N>;
+
+// known(K, S), as Numbers, of the kernels that most models have, with no dilation; of all others known(0, 0).
+template <class Known>
+auto select_line(const PatchesView& v, const Known& known) {
+  const int64_t kernel = v.dilation[2] == 1 ? v.kernel[2] : 0, stride = v.stride[2];
+  if (kernel == 3 && stride == 1) return known(Number<3>{}, Number<1>{});
+  if (kernel == 3 && stride == 2) return known(Number<3>{}, Number<2>{});
+  if (kernel == 5 && stride == 1) return known(Number<5>{}, Number<1>{});
+  if (kernel == 5 && stride == 2) return known(Number<5>{}, Number<2>{});
+  if (kernel == 7 && stride == 1) return known(Number<7>{}, Number<1>{});
+  return known(Number<0>{}, Number<0>{});
+}
+
 // `finish`: whether sums become output at once; only for epilogues that are simple, and floats.
 template <class Line>
 OutputsFn<Line>* select_outputs(const PatchesView& v, const Epilogue& e, bool finish) {
-  const int64_t kernel = v.dilation[2] == 1 ? v.kernel[2] : 0, stride = v.stride[2];
   if constexpr (std::is_same_v<ValueOf<Line>, float>) {
-    if (kernel == 3 && stride == 1) return outputs_fn_of<3, 1, Line>(e, finish);
-    if (kernel == 3 && stride == 2) return outputs_fn_of<3, 2, Line>(e, finish);
-    if (kernel == 5 && stride == 1) return outputs_fn_of<5, 1, Line>(e, finish);
-    if (kernel == 5 && stride == 2) return outputs_fn_of<5, 2, Line>(e, finish);
-    if (kernel == 7 && stride == 1) return outputs_fn_of<7, 1, Line>(e, finish);
+    return select_line(v, [&](auto k, auto s) { return outputs_fn_of<k, s, Line>(e, finish); });
+  } else {
+    return outputs_fn_of<0, 0, Line>(e, finish);
   }
-  return outputs_fn_of<0, 0, Line>(e, finish);
 }
 
 }  // namespace xopt::XOPT_ISA

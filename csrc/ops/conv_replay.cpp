@@ -274,7 +274,8 @@ void replay(const RecordedPart& part, const PreparedCalls& prepared, int64_t thr
       }
     }
   };
-  part.ends.size() > 1 ? with_team(run) : run();
+  if (part.ends.size() > 1) return with_team(run);
+  run();
 }
 
 }  // namespace xopt::ops

@@ -7,6 +7,19 @@
 
 namespace xopt {
 
+// Waits awake for a few microseconds, and from then on lets others have the core: where there are fewer free cores than
+// threads, the one that is waited for may need it.
+template <int kSpins, class Done>
+void spin_until(const Done& done) {
+  for (int spins = 0; !done(); ++spins) {
+    if (spins < kSpins) {
+      __builtin_ia32_pause();
+    } else {
+      sched_yield();
+    }
+  }
+}
+
 class Barrier {
  public:
   // Returns when `members` threads have called it as often as this one. False: one of them gave up, and none may wait
@@ -28,19 +41,9 @@ class Barrier {
   void give_up() { broken_.store(true, std::memory_order_release); }
 
  private:
-  // A few microseconds: the others are no further behind, unless there are fewer free cores than threads, and then they
-  // may need this one.
-  static constexpr int kSpins = 64;
-
   void wait_while(unsigned phase) const {
-    int spins = 0;
-    while (phase_.load(std::memory_order_acquire) == phase && !broken_.load(std::memory_order_relaxed)) {
-      if (++spins > kSpins) {
-        sched_yield();
-      } else {
-        __builtin_ia32_pause();
-      }
-    }
+    spin_until<64>(
+        [&] { return phase_.load(std::memory_order_acquire) != phase || broken_.load(std::memory_order_relaxed); });
   }
 
   alignas(64) std::atomic<int> arrived_{0};

@@ -5,11 +5,11 @@
 #include <dlfcn.h>
 #include <omp.h>
 #include <pthread.h>
-#include <sched.h>
 
 #include <atomic>
 #include <exception>
 
+#include "runtime/barrier.h"
 #include "runtime/trace.h"
 
 namespace xopt {
@@ -116,7 +116,7 @@ class Team {
     done_.store(0, std::memory_order_relaxed);
     phase_.fetch_add(1, std::memory_order_release);
     work->run(0, count_);
-    wait_until([&] { return done_.load(std::memory_order_acquire) == threads_ - 1; });
+    spin_until<kSpins>([&] { return done_.load(std::memory_order_acquire) == threads_ - 1; });
   }
   void dismiss() {
     work_ = nullptr;
@@ -126,7 +126,7 @@ class Team {
   // By each of the others, until the first has nothing more.
   void serve(int thread) {
     for (unsigned phase = 1;; ++phase) {
-      wait_until([&] { return phase_.load(std::memory_order_acquire) == phase; });
+      spin_until<kSpins>([&] { return phase_.load(std::memory_order_acquire) == phase; });
       if (work_ == nullptr) return;
       if (thread < count_) work_->run(thread, count_);
       done_.fetch_add(1, std::memory_order_release);
@@ -134,18 +134,7 @@ class Team {
   }
 
  private:
-  // Regions follow each other within microseconds, unless there are fewer free cores than threads.
-  template <class Done>
-  static void wait_until(const Done& done) {
-    constexpr int kSpins = 256;
-    for (int spins = 0; !done(); ++spins) {
-      if (spins < kSpins) {
-        __builtin_ia32_pause();
-      } else {
-        sched_yield();
-      }
-    }
-  }
+  static constexpr int kSpins = 256;  // regions follow each other within microseconds
 
   int threads_ = 1;
   int count_ = 0;
@@ -199,15 +188,15 @@ void enter_openmp() {
 }
 
 void parallel_run(int threads, ParallelBody body, void* context) {
-  Work work(body, context);
-  if (has_team() && threads > 1) {
-    team->share(threads, &work);
-    return work.finish();
-  }
   if (threads <= 1 || in_region() || forked) {
     const RegionScope scope(1);
     body(context, 0, 1);
     return;
+  }
+  Work work(body, context);
+  if (has_team()) {
+    team->share(threads, &work);
+    return work.finish();
   }
   // The team always has the same size, torch's. libgomp ends the threads that a smaller team does not need and starts
   // them anew for the next large one: with 16 threads that made a product of 80 us take 2 ms.

@@ -170,8 +170,9 @@ class Seen:
             self.operands.take(tensor)
             return self._next()
         begin = self._vector_elements
-        self._vectors.append(tensor)
-        self._vector_elements += len(tensor) + -len(tensor) % _LINE
+        with torch.no_grad():
+            self._vectors.append(nn.functional.pad(tensor, (0, -len(tensor) % _LINE)))
+        self._vector_elements += len(self._vectors[-1])
         return Part(-1, begin, begin + len(tensor))  # whose place is not known before the last
 
     def text(self, returned: Sequence[Result]) -> str:
@@ -179,8 +180,7 @@ class Seen:
         place = -1
         if self._vectors:
             with torch.no_grad():
-                padded = [nn.functional.pad(each, (0, -len(each) % _LINE)) for each in self._vectors]
-                self.operands.take(torch.cat(padded))
+                self.operands.take(torch.cat(self._vectors))
             place = self._next().place
 
         def line(call: Call) -> str:
