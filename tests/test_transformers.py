@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -292,6 +293,56 @@ def test_lora_adapters_before_and_after() -> None:
                 with source.disable_adapter(), optimized.disable_adapter():
                     torch.testing.assert_close(optimized(WORDS).logits, source(WORDS).logits, rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(optimized(WORDS).logits, source(WORDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_outputs_are_what_their_class_makes_them() -> None:
+    """Programs make them without its checks."""
+    source = vit().eval()
+    for dtype in (torch.float32, torch.bfloat16):
+        optimized = xopt.optimize(source, dtype=dtype)
+        for _ in range(2):
+            expected, result = source(PIXELS), optimized(PIXELS)
+            assert type(result) is type(expected)
+            assert list(result) == list(expected)
+            assert len(result.to_tuple()) == len(expected.to_tuple())
+            assert {name: value is None for name, value in vars(result).items()} == {
+                name: value is None for name, value in vars(expected).items()
+            }
+            assert result[0] is result.last_hidden_state is result["last_hidden_state"]
+            assert result.last_hidden_state.dtype == torch.float32
+            result.pooler_output = result[0]
+            assert result["pooler_output"] is result[0]
+            again = copy.deepcopy(result)
+            assert type(again) is type(result)
+            assert torch.equal(again[0], result[0])
+
+
+def test_an_output_with_a_class_of_its_own_is_made_by_it() -> None:
+    @dataclass
+    class Counted(transformers.utils.ModelOutput):  # type: ignore[name-defined]
+        logits: torch.Tensor | None = None
+        other: torch.Tensor | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.rank = len(self)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Counted(logits=self.first(x).relu())
+
+    optimized = xopt.optimize(Model().eval(), dtype=torch.float32)
+    for _ in range(2):
+        with torch.no_grad():
+            result = optimized(torch.ones(2, 8))
+        assert type(result) is Counted
+        assert vars(result)["rank"] == 1
+        assert list(result) == ["logits"]
 
 
 def test_pipeline() -> None:

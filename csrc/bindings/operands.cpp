@@ -44,10 +44,6 @@ const void* torchs_part_of(PyObject* tensor) {
   return PyLong_AsVoidPtr(get(tensor, names().cdata).ptr());
 }
 
-bool has_version(PyObject* tensor, long long expected) {
-  return expected == kAnyVersion || PyLong_AsLongLong(get(tensor, names().version).ptr()) == expected;
-}
-
 // What a packed parameter lies in: its `place` is a tuple that begins with it. Null for other parameters.
 PyObject* packed_of(PyObject* parameter) {
   if (parameter == nullptr || parameter == Py_None) return nullptr;
@@ -62,6 +58,21 @@ bool is_expected(const py::object& expected, PyObject* found) {
 }
 
 }  // namespace
+
+Operands::VersionGetter Operands::VersionGetter::of(PyObject* tensor) {
+  auto* type = Py_TYPE(tensor);
+  const py::object found = get(reinterpret_cast<PyObject*>(type), names().version);
+  if (Py_TYPE(found.ptr()) != &PyGetSetDescr_Type) return {};
+  const PyGetSetDef* defined = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
+  return {type, defined->get, defined->closure};
+}
+
+py::object Operands::VersionGetter::operator()(PyObject* tensor) const {
+  if (Py_TYPE(tensor) != type || read == nullptr) return get(tensor, names().version);
+  auto version = py::reinterpret_steal<py::object>(read(tensor, closure));
+  if (!version) throw py::error_already_set();
+  return version;
+}
 
 void Operands::expect_attribute(size_t place, py::str name, py::object value) {
   const bool constant = is_constant(value.ptr());
@@ -90,6 +101,7 @@ void Operands::add_tensor(Kind kind, size_t place, py::str name, const py::objec
   py::object expected = py::none();
   if (!tensor.is_none()) expected = py::weakref(tensor);
   entries_.push_back({kind, place, std::move(name), std::move(expected), version, is_taken});
+  if (version != kAnyVersion && !tensor.is_none()) entries_.back().version_of = VersionGetter::of(tensor.ptr());
   taken_ += is_taken ? 1 : 0;
 }
 
@@ -130,7 +142,8 @@ bool Operands::passes(const Entry& entry, PyObject* module, bool is_unchanged, F
   if (!is_unchanged && !look_up(entry, module, found)) return false;
   if (entry.kind == Kind::packed) return look_into_packed(entry, is_unchanged, found);
   const bool is_none = found->tensor == nullptr || found->tensor == Py_None;
-  return is_none || has_version(found->tensor, entry.version);
+  if (is_none || entry.version == kAnyVersion) return true;
+  return PyLong_AsLongLong(entry.version_of(found->tensor).ptr()) == entry.version;
 }
 
 void Operands::Seen::fetch() const {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 
 
@@ -14,3 +17,35 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def autocast_dtype_of(kind: str) -> torch.dtype | None:
     """The same, of a type of device."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class _Entered:
+    """torch.autocast with none of the checks that its arguments get: with cold caches these take as long as a small
+    layer."""
+
+    __slots__ = ("_before", "_dtype", "_kind")
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        self._kind = kind
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        kind = self._kind
+        self._before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        torch.set_autocast_enabled(kind, True)
+        torch.set_autocast_dtype(kind, self._dtype)
+        torch.autocast_increment_nesting()
+
+    def __exit__(self, *problem: object) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        enabled, dtype = self._before
+        torch.set_autocast_enabled(self._kind, enabled)
+        torch.set_autocast_dtype(self._kind, dtype)
+
+
+def autocast(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """`torch.autocast`, which compilers know as torch's own."""
+    if torch.compiler.is_compiling() or torch._C._is_torch_function_mode_enabled():
+        return torch.autocast(kind, dtype=dtype)
+    return _Entered(kind, dtype)

@@ -339,10 +339,11 @@ class Recorder:
 
     def _made(self, result: Any) -> Any:
         """The result with the steps that make its containers, where those are not Python's own."""
-        items = next((items for kind, items in named_results.items() if isinstance(result, kind)), None)
-        if items is not None:
-            named = self._made(items(result))
-            return self.graph.call_function(type(result), (), self._nodes(named))
+        known = next((known for kind, known in named_results.items() if isinstance(result, kind)), None)
+        if known is not None:
+            named = self._made(known.items(result))
+            make = known.maker(type(result), self.examples(named))
+            return self.graph.call_function(make, (), self._nodes(named))
         if type(result) in (tuple, list):
             return type(result)(self._made(item) for item in result)
         if type(result) is dict:

@@ -12,7 +12,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -31,9 +31,19 @@ OpaqueRule = Callable[..., Any]
 opaque_rules: dict[tuple[type, str], OpaqueRule] = {}
 # What may be read of such an object, by class and attribute: given the object's symbol, what the recorded forward gets.
 opaque_reads: dict[tuple[type, str], Callable[[Any], Any]] = {}
-# Containers that forwards answer in, made of named values: by class, a function that gives those that its class has to
-# be called with to make another. Integrations fill it.
-named_results: dict[type, Callable[[Any], dict[str, Any]]] = {}
+
+
+class NamedResult(NamedTuple):
+    """A class of containers that forwards answer in, made of named values."""
+
+    items: Callable[[Any], dict[str, Any]]
+    """Those that make another, of one."""
+    maker: Callable[[type, dict[str, Any]], Callable[..., Any]]
+    """What makes one of a class of named values, such as these: the class itself, or what comes to the same sooner."""
+
+
+named_results: dict[type, NamedResult] = {}
+"""By class, which may be a base. Integrations fill it."""
 # By class of modules: the object whose attributes tell forwards of such a module what to do. Integrations fill it.
 settings: dict[type, Callable[[Any], Any]] = {}
 

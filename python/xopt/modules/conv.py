@@ -214,7 +214,7 @@ def _output_shape(shape: tuple[int, ...], channels: int, geometry: tuple[tuple[i
     return (*shape[: -dims - 1], channels, *sizes)
 
 
-@step(label("conv"))
+@step(label("conv"), writes_any_dtype=True)
 def conv(
     module: PackedConv,
     input: torch.Tensor,

@@ -154,7 +154,7 @@ def output_shape(module: Any, input: torch.Tensor, output_padding: Sequence[int]
     return (*input.shape[: -dims - 1], module.out_channels, *output_sizes(input.shape[-dims:], *geometry))
 
 
-@step(label("conv_transpose"))
+@step(label("conv_transpose"), writes_any_dtype=True)
 def conv_transpose(
     module: PackedConvTranspose,
     input: torch.Tensor,

@@ -69,7 +69,7 @@ def _fits(found: Gated) -> bool:
     )
 
 
-@step(lambda kwargs: f"gated linear ({kwargs['activation']})")
+@step(lambda kwargs: f"gated linear ({kwargs['activation']})", writes_any_dtype=True)
 def gated_linear(
     gate: PackedProduct,
     up: PackedProduct,

@@ -31,7 +31,7 @@ def _label(kwargs: dict[str, Any]) -> str:
     return name + (f"+{kwargs['activation']}" if kwargs.get("activation") else "")
 
 
-@step(_label)
+@step(_label, writes_any_dtype=True)
 def group_norm(
     input: Tensor,
     weight: Tensor | None,

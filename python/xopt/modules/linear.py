@@ -143,7 +143,7 @@ def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedProdu
     return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == module.out_features
 
 
-@step(label("linear"))
+@step(label("linear"), writes_any_dtype=True)
 def linear(
     module: PackedProduct,
     input: torch.Tensor,

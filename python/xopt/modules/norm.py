@@ -41,14 +41,14 @@ _linear_norm = torch.ops.xopt.linear_norm.default
 _rms_norm = torch.ops.xopt.rms_norm.default
 
 
-@step("layer_norm")
+@step("layer_norm", writes_any_dtype=True)
 def layer_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, out_dtype: torch.dtype
 ) -> Tensor:
     return _layer_norm(input, weight, bias, eps=eps, **told({}, input, out_dtype))[0]  # type: ignore[no-any-return]
 
 
-@step("rms_norm")
+@step("rms_norm", writes_any_dtype=True)
 def rms_norm(
     input: Tensor, weight: Tensor | None, *, eps: float, weight_offset: float = 0.0, out_dtype: torch.dtype
 ) -> Tensor:

@@ -31,14 +31,18 @@ class Pattern:
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 _labels: dict[Any, Callable[[dict[str, Any]], str]] = {}
+_writes_any_dtype: set[Any] = set()
 
 
-def step(label: str | Callable[[dict[str, Any]], str]) -> Callable[[Step], Step]:
+def step(label: str | Callable[[dict[str, Any]], str], *, writes_any_dtype: bool = False) -> Callable[[Step], Step]:
     """Marks a function that patterns put into graphs, with its name in the report or how to tell it by the keyword
-    arguments of a call; an empty one is no fusion."""
+    arguments of a call; an empty one is no fusion. `writes_any_dtype`: its one result has the dtype that its argument
+    `out_dtype` names, whatever it computes in."""
 
     def mark(function: Step) -> Step:
         _labels[function] = (lambda kwargs: label) if isinstance(label, str) else label
+        if writes_any_dtype:
+            _writes_any_dtype.add(function)
         return function
 
     return mark
@@ -47,6 +51,10 @@ def step(label: str | Callable[[dict[str, Any]], str]) -> Callable[[Step], Step]
 def fused_steps(graph: Graph) -> list[str]:
     labels = [_labels[node.target](node.kwargs) for node in graph.nodes if node.target in _labels]
     return [label for label in labels if label]
+
+
+def writes_any_dtype(node: Any) -> bool:
+    return isinstance(node, Node) and node.target in _writes_any_dtype
 
 
 def dtype_of(node: Any) -> torch.dtype | None:

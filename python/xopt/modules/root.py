@@ -17,6 +17,7 @@ from torch import nn
 
 from xopt import sycl
 from xopt.config import Config
+from xopt.graph.autocast import autocast
 from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
 from xopt.modules.containers import map_tensors
 from xopt.modules.layout import Layout, image_dims
@@ -69,14 +70,22 @@ class RootForward:
         device = "cpu" if self._dtype is None else _device_type(module, (*args, *kwargs.values()))
         if self._dtype is None or torch.is_autocast_enabled(device):
             return self._layout.call(self._forward, module, args, kwargs)
-        with torch.autocast(device, dtype=self._dtype):
-            result = self._layout.call(self._forward, module, args, kwargs)
-        return map_tensors(self._restore_dtype, result)
+        with autocast(device, self._dtype):
+            return self._layout.call(self._forward_restored, module, args, kwargs)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if PROGRAMS in module.__dict__:
             return run(module, type(module).forward, args, kwargs)
         return type(module).forward(module, *args, **kwargs)
+
+    def _forward_restored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """With results of the source's dtype. A program has that recorded, so that what computes them writes it."""
+        if PROGRAMS in module.__dict__:
+            return run(module, self._restored, args, kwargs, results=self._source_dtype)
+        return self._restored(module, *args, **kwargs)
+
+    def _restored(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return map_tensors(self._restore_dtype, type(module).forward(module, *args, **kwargs))
 
     def _restore_dtype(self, result: torch.Tensor) -> torch.Tensor:
         return result.to(self._source_dtype) if result.dtype == self._dtype else result
@@ -108,9 +117,10 @@ class RootForward:
 
 def _device_type(module: nn.Module, inputs: tuple[Any, ...]) -> str:
     """Of the first input that is a tensor; finding a parameter takes as long as ten of them."""
-    found = next((value for value in inputs if isinstance(value, torch.Tensor)), None)
-    if found is None:
-        found = next(module.parameters(), None)
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            return "cpu" if value.is_cpu else value.device.type
+    found = next(module.parameters(), None)
     return "cpu" if found is None else found.device.type
 
 
