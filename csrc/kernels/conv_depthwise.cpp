@@ -134,10 +134,12 @@ class DepthwiseThread {
         epilogue_(epilogue),
         plan_(plan),
         finishes_(std::is_same_v<Value, float> && is_simple(call.epilogue)),
+        folds_(finishes_ && call.epilogue.out_dtype != DType::f32 && kFolds<Line, Bf16>),
         halves_(outputs_in_halves()),
         outputs_(halves_ != nullptr ? halves_ : select_outputs<Line>(call.input, call.epilogue, finishes_)),
         sums_(static_cast<size_t>(finishes_ ? 0 : plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
+        starts_(static_cast<size_t>(folds_ ? plan.chunk : 0) * sizeof(float)),
         copies_(static_cast<size_t>(copies_lines() ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Line)),
         held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
         lines_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Line>)) {}
@@ -175,17 +177,33 @@ class DepthwiseThread {
     strip_.column = channel;
     strip_.columns = columns_;
     reads_input_ = kCouldReadInput && columns_ % kWidth == 0;
-    if (weights_in_place()) return;
-    Value* to = weights_.as<Value>();
-    for (int64_t c = 0; c < padded; c += kTileColumns, to += plan_.positions * kTileColumns) {
-      spread_weights(call_.weight, channel + c, plan_.positions, to);
+    if (!weights_in_place()) {
+      Value* to = weights_.as<Value>();
+      for (int64_t c = 0; c < padded; c += kTileColumns, to += plan_.positions * kTileColumns) {
+        spread_weights(call_.weight, channel + c, plan_.positions, to);
+      }
     }
+    if (folds_) fold(padded);
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
     const int64_t step = plan_.positions * kTileColumns;
     for (int64_t c = 0; halves_ != nullptr && c + kWidth < columns_; c += kTwoVectors) {
-      weights_to_halves(weights_.as<float>() + c * plan_.positions, step, plan_.positions);
+      to_halves(weights_.as<float>() + c * plan_.positions, step, plan_.positions);
+      if (folds_) to_halves(starts_.as<float>() + c, kWidth, 1);
     }
 #endif
+  }
+
+  // What sums begin with, and the bias's factor in the weights.
+  void fold(int64_t padded) {
+    float* starts = starts_.as<float>();
+    for (int64_t c = 0; c < padded; c += kWidth) store(starts + c, load(strip_.bias + c));
+    if (strip_.scale == nullptr) return;
+    float* weights = weights_.as<float>();
+    for (int64_t c = 0; c < padded; c += kWidth) {
+      const F scale = load(strip_.scale + c);
+      float* weight = weights + c / kTileColumns * plan_.positions * kTileColumns + c % kTileColumns;
+      for (int64_t p = 0; p < plan_.positions; ++p, weight += kTileColumns) store(weight, mul(load(weight), scale));
+    }
   }
 
   // How 32 channels are summed at a time; nullptr: they are not.
@@ -200,7 +218,7 @@ class DepthwiseThread {
 
   // Floats that are one tile high are what copies would be.
   bool weights_in_place() const {
-    return std::is_same_v<Value, float> && call_.weight.dtype == DType::f32 && call_.weight.k_tiles == 1;
+    return std::is_same_v<Value, float> && !folds_ && call_.weight.dtype == DType::f32 && call_.weight.k_tiles == 1;
   }
   const Value* weights() const {
     if (!weights_in_place()) return weights_.as<Value>();
@@ -256,6 +274,7 @@ class DepthwiseThread {
     call.dilation = v_.dilation[2];
     call.kernel = v_.kernel[2];
     call.weight_step = weights_in_place() ? kTileRows * kTileColumns : plan_.positions * kTileColumns;
+    call.starts = starts_.as<float>();
     call.columns = columns_;
     call.outputs = outputs;
     call.sums = sums_.as<Value>();
@@ -276,9 +295,10 @@ class DepthwiseThread {
   EpilogueStrip strip_{};  // what its strips have in common
   const DepthwisePlan& plan_;
   const bool finishes_;            // outputs are finished as they are summed
+  const bool folds_;               // and begin with the bias
   OutputsFn<Line>* const halves_;  // nullptr: a vector of channels at a time
   OutputsFn<Line>* const outputs_;
-  const Scratch sums_, weights_, copies_, held_, lines_;
+  const Scratch sums_, weights_, starts_, copies_, held_, lines_;
   bool reads_input_ = false;  // and no copies of its lines
   int64_t line_count_ = 0;
   int64_t image_ = -1, channel_ = -1, columns_ = 0;

@@ -39,13 +39,13 @@ XOPT_INLINE void to_order(F& low, F& high) {
   rearrange(first, _mm512_add_epi32(first, _mm512_set1_epi32(8)), low, high);
 }
 
-// Weights of 32 channels, 16 and as many `step` elements on, become those of halves.
-inline void weights_to_halves(float* weights, int64_t step, int64_t positions) {
-  for (int64_t position = 0; position < positions; ++position, weights += kTileColumns) {
-    F first = load(weights), second = load(weights + step);
+// What 32 channels have, 16 and as many `step` elements on, becomes what halves have.
+inline void to_halves(float* values, int64_t step, int64_t positions) {
+  for (int64_t position = 0; position < positions; ++position, values += kTileColumns) {
+    F first = load(values), second = load(values + step);
     to_halves(first, second);
-    store(weights, first);
-    store(weights + step, second);
+    store(values, first);
+    store(values + step, second);
   }
 }
 
@@ -76,8 +76,7 @@ XOPT_INLINE void add_line_halves(const Bf16* x, int64_t pitch, uint32_t inside, 
   }
 }
 
-#if XOPT_LEVEL == XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
-#define XOPT_LINES_IN_PAIRS
+#if XOPT_LINES_IN_PAIRS
 // Intel, whose CPUs with AMX are at a level of their own, takes four times as long for a product of pairs as for one of
 // floats.
 XOPT_INLINE F add_pairs(F sum, __m512i pairs, __m512i weights) {
@@ -119,15 +118,19 @@ XOPT_INLINE void add_two_lines(const KernelLine<Bf16>* lines, int64_t value, int
 #endif
 
 // As sum_outputs, of the 32 channels from c on.
-template <int64_t K, int64_t S>
+template <int64_t K, int64_t S, bool Folds>
 XOPT_INLINE void sum_halves(const OutputsCall<Bf16>& call, const EightOutputs<Bf16>& outputs, int64_t c,
                             F (&low)[kOutputs], F (&high)[kOutputs]) {
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r) low[r] = high[r] = set1(0.0F);
+  if constexpr (Folds) {
+    begin_with(load(call.starts + c), low);
+    begin_with(load(call.starts + c + kWidth), high);
+  }
   const int64_t x = outputs.values + c, weight = c / kTileColumns * call.weight_step, step = call.weight_step;
   const bool all_inside = outputs.inside == (uint64_t{1} << kPositions<K, S>)-1;
   const KernelLine<Bf16>*line = call.lines, *end = call.lines + call.line_count;
-#ifdef XOPT_LINES_IN_PAIRS
+#if XOPT_LINES_IN_PAIRS
   for (; line + 1 < end; line += 2) {
     if (all_inside) {
       add_two_lines<K, S, false>(line, x, weight, call.pitch, 0, step, low, high);
@@ -146,26 +149,44 @@ XOPT_INLINE void sum_halves(const OutputsCall<Bf16>& call, const EightOutputs<Bf
   }
 }
 
+// Hides what a pointer points to, so that it is fetched where it is wanted: GCC would keep it in registers all along, and
+// sums on the stack for it.
+template <class T>
+XOPT_INLINE const T* hidden(const T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+
+alignas(64) inline constexpr int64_t kEighthsInOrder[] = {0, 4, 1, 5, 2, 6, 3, 7};
+
 // Finished sums of `rows` outputs, where nothing is added to them.
 XOPT_INLINE void finish_halves(const Finish<Bf16>& f, int64_t rows, int64_t column, F (&low)[kOutputs],
                                F (&high)[kOutputs]) {
-  F low_bias = load(f.bias + column), high_bias = load(f.bias + column + kWidth);
-  to_halves(low_bias, high_bias);
-  F low_scale = set1(1.0F), high_scale = low_scale;
-  if (f.scale != nullptr) {
-    low_scale = load(f.scale + column);
-    high_scale = load(f.scale + column + kWidth);
-    to_halves(low_scale, high_scale);
+  F low_bias = set1(0.0F), high_bias = low_bias, low_scale = set1(1.0F), high_scale = low_scale;
+  if constexpr (!kFolds<Bf16, Bf16>) {
+    low_bias = load(f.bias + column);
+    high_bias = load(f.bias + column + kWidth);
+    to_halves(low_bias, high_bias);
+    if (f.scale != nullptr) {
+      low_scale = load(f.scale + column);
+      high_scale = load(f.scale + column + kWidth);
+      to_halves(low_scale, high_scale);
+    }
   }
-  const F least = set1(f.low), most = set1(f.high);
-  const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+  const Finish<Bf16>* limits = hidden(&f);
+  const F least = set1(limits->low), most = set1(limits->high);
+  const __m512i order = _mm512_load_si512(hidden(kEighthsInOrder));
   const int64_t count = f.columns - column;
   const __mmask32 mask = count >= kTwoVectors ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
   Bf16* out = f.out + column;
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r, out += f.out_stride) {
     asm("" : "+r"(out));
-    F x = fma(low[r], low_scale, low_bias), y = fma(high[r], high_scale, high_bias);
+    F x = low[r], y = high[r];
+    if constexpr (!kFolds<Bf16, Bf16>) {
+      x = fma(x, low_scale, low_bias);
+      y = fma(y, high_scale, high_bias);
+    }
     if (f.clamps) {
       x = min(most, max(least, x));
       y = min(most, max(least, y));
@@ -180,8 +201,8 @@ XOPT_INLINE void finish_in_order(const Finish<Out>& f, int64_t rows, int64_t col
                                  F (&high)[kOutputs]) {
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r) to_order(low[r], high[r]);
-  finish_rows(f, column, low, rows);
-  finish_rows(f, column + kWidth, high, rows);
+  finish_rows<!kFolds<Bf16, Out>>(f, column, low, rows);
+  finish_rows<!kFolds<Bf16, Out>>(f, column + kWidth, high, rows);
 }
 
 // Sums for an epilogue of its own.
@@ -194,12 +215,12 @@ void store_halves(const OutputsCall<Bf16>& call) {
       float* sums = call.sums + c / kPanelColumns * call.panel_step + first * kPanelColumns;
       F low[kOutputs], high[kOutputs];
       if (c + kWidth >= call.columns) {
-        sum_outputs<K, S>(call, outputs, c, low);
+        sum_outputs<K, S, false>(call, outputs, c, low);
 #pragma GCC unroll 8
         for (int64_t r = 0; r < kOutputs; ++r) store(sums + r * kPanelColumns, low[r]);
         continue;
       }
-      sum_halves<K, S>(call, outputs, c, low, high);
+      sum_halves<K, S, false>(call, outputs, c, low, high);
 #pragma GCC unroll 8
       for (int64_t r = 0; r < kOutputs; ++r) {
         to_order(low[r], high[r]);
@@ -224,11 +245,11 @@ void finish_outputs_halves(const OutputsCall<Bf16>& call) {
     for (int64_t c = 0; c < call.columns; c += kTwoVectors) {
       F low[kOutputs], high[kOutputs];
       if (c + kWidth >= call.columns) {  // of one vector
-        sum_outputs<K, S>(call, outputs, c, low);
-        finish_rows(finish, c, low, rows);
+        sum_outputs<K, S, kFolds<Bf16, Out>>(call, outputs, c, low);
+        finish_rows<!kFolds<Bf16, Out>>(finish, c, low, rows);
         continue;
       }
-      sum_halves<K, S>(call, outputs, c, low, high);
+      sum_halves<K, S, kFolds<Bf16, Out>>(call, outputs, c, low, high);
       if constexpr (std::is_same_v<Out, Bf16>) {
         if (finish.other == nullptr) {
           finish_halves(finish, rows, c, low, high);
@@ -261,5 +282,4 @@ inline OutputsFn<Bf16>* select_halves(const PatchesView& v, const Epilogue& e, b
 
 }  // namespace xopt::XOPT_ISA
 
-#undef XOPT_LINES_IN_PAIRS
 #endif

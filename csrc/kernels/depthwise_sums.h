@@ -12,6 +12,12 @@
 #include "kernels/simple_epilogue.h"
 #include "tiles/vector.h"
 
+#if XOPT_LEVEL == XOPT_LEVEL_AVX512_BF16 && !defined(XOPT_EMULATE)
+#define XOPT_LINES_IN_PAIRS 1
+#else
+#define XOPT_LINES_IN_PAIRS 0
+#endif
+
 namespace xopt::XOPT_ISA {
 
 inline constexpr int64_t kOutputs = 8;
@@ -31,6 +37,13 @@ struct LineValues<int32_t> {
 };
 template <class Line>
 using ValueOf = typename LineValues<Line>::Value;
+
+// Whether sums that are finished in registers begin with the bias, and its factor is in the weights. Not where weights are
+// read as they are packed (fp32: 2% slower), or have to be bf16, and not where a float's last bits count: each of many
+// small products would be rounded to those of a large bias.
+template <class Line, class Out>
+inline constexpr bool kFolds =
+    !std::is_same_v<Out, float> && (std::is_same_v<Line, F16> || (std::is_same_v<Line, Bf16> && !XOPT_LINES_IN_PAIRS));
 
 template <class Line>
 XOPT_INLINE F load_value(const Line* p) {
@@ -73,6 +86,7 @@ struct OutputsCall {
   int64_t stride, dilation;  // in positions
   int64_t kernel;            // positions of a kernel's line
   int64_t weight_step;       // from 16 channels' weights to those of the next
+  const float* starts;       // where kFolds: what sums begin with, by channels
   int64_t columns;           // channels
   int64_t outputs;
   // Either where sums go, panel by panel, or what they become. Of less than eight outputs, eight have sums.
@@ -153,12 +167,21 @@ struct EightOutputs {
   uint32_t inside;           // of `count` positions, a bit each
 };
 
+XOPT_INLINE void begin_with(F start, F (&acc)[kOutputs]) {
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < kOutputs; ++r) {
+    acc[r] = start;
+    load_once(acc[r]);  // GCC would keep the start as well, and sums on the stack for it
+  }
+}
+
 // Their sums for the vector of channels from c on. K and S: known here, with no dilation; 0: not known.
-template <int64_t K, int64_t S, class Line, class V>
+template <int64_t K, int64_t S, bool Folds, class Line, class V>
 XOPT_INLINE void sum_outputs(const OutputsCall<Line>& call, const EightOutputs<Line>& outputs, int64_t c,
                              V (&acc)[kOutputs]) {
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r) acc[r] = LineValues<Line>::zero();
+  if constexpr (Folds) begin_with(load(call.starts + c), acc);
   const int64_t x = outputs.values + c, weight = c / kTileColumns * call.weight_step + c % kTileColumns;
   const KernelLine<Line>* end = call.lines + call.line_count;
   for (const auto* line = call.lines; line != end; ++line) {
@@ -180,7 +203,7 @@ void store_outputs(const OutputsCall<Line>& call) {
     const EightOutputs<Line> outputs(call, first, kPositions<K, S>);
     for (int64_t c = 0; c < call.columns; c += kWidth) {
       typename LineValues<Line>::Vector acc[kOutputs];
-      sum_outputs<K, S>(call, outputs, c, acc);
+      sum_outputs<K, S, false>(call, outputs, c, acc);
       ValueOf<Line>* sums = call.sums + c / kPanelColumns * call.panel_step + first * kPanelColumns + c % kPanelColumns;
 #pragma GCC unroll 8
       for (int64_t r = 0; r < kOutputs; ++r) store_value(sums + r * kPanelColumns, acc[r]);
@@ -200,11 +223,11 @@ void finish_outputs(const OutputsCall<Line>& call) {
     finish.other = other + first * finish.other_stride;
     for (int64_t c = 0; c < call.columns; c += kWidth) {
       F acc[kOutputs];
-      sum_outputs<K, S>(call, outputs, c, acc);
+      sum_outputs<K, S, kFolds<Line, Out>>(call, outputs, c, acc);
       if (call.outputs >= kOutputs) {
-        finish_rows(finish, c, acc);
+        finish_rows<!kFolds<Line, Out>>(finish, c, acc);
       } else {
-        finish_rows(finish, c, acc, call.outputs);
+        finish_rows<!kFolds<Line, Out>>(finish, c, acc, call.outputs);
       }
     }
   }

@@ -59,14 +59,14 @@ XOPT_INLINE void add_other(const Finish<Out>& f, int64_t rows, int64_t column, c
   }
 }
 
-template <int R, class Out, class Columns>
+template <bool Scales, int R, class Out, class Columns>
 XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t column, const Columns& columns, F (&x)[R]) {
-  const F bias = load(f.bias + column);
-  if (f.scale != nullptr) {
+  const F bias = Scales ? load(f.bias + column) : set1(0.0F);
+  if (Scales && f.scale != nullptr) {
     const F scale = load(f.scale + column);
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) x[r] = fma(x[r], scale, bias);
-  } else {
+  } else if (Scales) {
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) x[r] = add(x[r], bias);
   }
@@ -85,14 +85,14 @@ XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t colu
   }
 }
 
-// R rows of the kWidth columns from `column` on, or the first of them.
-template <int R, class Out>
+// R rows of the kWidth columns from `column` on, or the first of them. Scales: else sums have scale and bias in them.
+template <bool Scales = true, int R, class Out>
 XOPT_INLINE void finish_rows(const Finish<Out>& f, int64_t column, F (&x)[R], int64_t rows = R) {
   const int64_t count = f.columns - column;
   if (count >= kWidth) {
-    finish_columns(f, rows, column, AllColumns{}, x);
+    finish_columns<Scales>(f, rows, column, AllColumns{}, x);
   } else {
-    finish_columns(f, rows, column, FirstColumns{count}, x);
+    finish_columns<Scales>(f, rows, column, FirstColumns{count}, x);
   }
 }
 
