@@ -124,6 +124,32 @@ def test_a_cast_inside_a_block_is_written_by_the_step_before() -> None:
     assert not torch.equal(wide / 3, (wide / 3).bfloat16().float())
 
 
+@pytest.mark.parametrize(
+    "options", [{"dtype": torch.float32}, {"dtype": torch.float32, "memory_format": torch.contiguous_format}]
+)
+@torch.no_grad()
+def test_a_cast_that_says_more_than_a_dtype_stays(options: dict[str, Any]) -> None:
+    class Laid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            image: Tensor = self.stem(x).relu()
+            return image.to(**options) * image.size(1)
+
+    source = Laid().eval()
+    image = torch.randn(2, 3, 9, 11).contiguous(memory_format=torch.channels_last)
+    optimized = xopt.optimize(source, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            result, expected = optimized(image), source(image)
+            assert result.dtype == torch.float32
+            assert result.stride() == expected.stride()
+            torch.testing.assert_close(result, expected, rtol=0.05, atol=0.1)
+    assert torch.equal(result / 8, (result / 8).bfloat16().float()) == ("memory_format" in options)
+
+
 def test_autocast_is_as_it_was_also_after_an_error() -> None:
     optimized = xopt.optimize(Stops().eval(), dtype=torch.bfloat16)
     before = autocast_state()

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from xopt.modules.pattern import Pattern, dtype_of, is_cast, only_user, writes_any_dtype
+from xopt.modules.pattern import Pattern, dtype_of, is_cast, only_reader, writes_any_dtype
 from xopt.ops.fakes import FLOATING
 
 
@@ -18,9 +18,14 @@ class WriteCast(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in list(graph.nodes):
-            source: Any = node.args[0] if is_cast(node) else None
-            if writes_any_dtype(source) and only_user(source) is node and dtype_of(node) in FLOATING:
+            source: Any = node.args[0] if is_cast(node) and _says_no_more(node) else None
+            if writes_any_dtype(source) and only_reader(source) is node and dtype_of(node) in FLOATING:
                 source.kwargs = {**source.kwargs, "out_dtype": dtype_of(node)}
                 source.meta.update(node.meta)
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
+
+
+def _says_no_more(cast: Node) -> bool:
+    """Than a dtype: no layout, and no wish for a copy."""
+    return len(cast.args) <= 2 and cast.kwargs.keys() <= {"dtype"}
