@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -279,16 +278,9 @@ def test_scores_of_any_size_do_not_overflow() -> None:
         assert torch.allclose(out.double(), expected.transpose(1, 2), atol=1e-3)
 
 
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", cases.FLOATS)
-def test_bitwise_equal_for_any_number_of_threads(dtype: str, restored_threads: None) -> None:
+def test_bitwise_equal_for_any_number_of_threads(dtype: str, torch_threads: None) -> None:
     for case in (
         AttentionCase(batch=1, heads=1, queries=300, keys=300, depth=32, value_depth=40, causal=True),
         AttentionCase(batch=1, heads=3, group=2, queries=130, keys=520, depth=20, value_depth=33, mask="f32"),

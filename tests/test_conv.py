@@ -247,20 +247,16 @@ def test_no_input_channels(dtype: torch.dtype) -> None:
     assert torch.equal(got, bias[:, None, None].expand(got.shape))
 
 
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
+def test_results_do_not_depend_on_the_number_of_threads(torch_threads: None) -> None:
     x, weight, deep = last(torch.randn(3, 40, 17, 19)), torch.randn(70, 20, 3, 3), torch.randn(40, 1, 3, 3)
     even, full = last(torch.randn(1, 48, 30, 26)), torch.randn(70, 48, 3, 3)
     # Channels in several chunks, which threads share by lines or by chunks.
     wide, many = last(torch.randn(3, 700, 32, 9)).bfloat16(), torch.randn(700, 1, 3, 3).bfloat16()
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append([conv(x, weight, groups=2), conv(x, deep, groups=40), conv(wide, many, groups=700)])
-            results[-1] += [conv(even, full), conv(even.bfloat16(), full.bfloat16(), stride=[2, 2])]
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append([conv(x, weight, groups=2), conv(x, deep, groups=40), conv(wide, many, groups=700)])
+        results[-1] += [conv(even, full), conv(even.bfloat16(), full.bfloat16(), stride=[2, 2])]
     for result in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
 

@@ -91,18 +91,14 @@ def inverted_residuals(seed: int, values: int = 0) -> Sequence:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.sanitize] if seed < 4 else []) for seed in range(30)]
 )
-def test_bands_give_what_single_convolutions_do(seed: int) -> None:
+def test_bands_give_what_single_convolutions_do(seed: int, torch_threads: None) -> None:
     calls = inverted_residuals(seed).calls
     last = len(calls.results) - 1
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1 + seed % 3)
-        for _ in range(2):  # the second call knows how many were done together
-            (result,) = ops.chain(*calls.arguments([last]))
-            assert result.stride() == calls.results[last].stride()
-            assert torch.equal(result, calls.results[last])
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1 + seed % 3)
+    for _ in range(2):  # the second call knows how many were done together
+        (result,) = ops.chain(*calls.arguments([last]))
+        assert result.stride() == calls.results[last].stride()
+        assert torch.equal(result, calls.results[last])
 
 
 def large_residual(images: int = 1) -> tuple[Calls, int]:

@@ -170,16 +170,12 @@ def test_geometries(packed: str) -> None:
     )
 
 
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
+def test_results_do_not_depend_on_the_number_of_threads(torch_threads: None) -> None:
     x, weight = last(torch.randn(3, 40, 17, 19)), torch.randn(40, 70, 3, 3)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(conv_transpose(x, weight, stride=[2, 2]))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(conv_transpose(x, weight, stride=[2, 2]))
     assert all(torch.equal(result, results[0]) for result in results[1:])
     assert torch.allclose(results[0], torch.nn.functional.conv_transpose2d(x, weight, stride=2), atol=1e-4)
 

@@ -182,20 +182,16 @@ def test_factors_are_read_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 200, 70, 90), (1, 700, 300, 129), (50, 17, 16, 33)])
-def test_threads_do_not_change_results(shape: tuple[int, int, int, int]) -> None:
+def test_threads_do_not_change_results(shape: tuple[int, int, int, int], torch_threads: None) -> None:
     pairs, m, n, k = shape
-    before = torch.get_num_threads()
     for dtype in DTYPES.values():
         if not dtype.is_floating_point:
             continue
         left, right = torch.randn(pairs, m, k).to(dtype), torch.randn(pairs, n, k).to(dtype).mT
-        try:
-            results = []
-            for count in (1, 2, 3, 7):
-                torch.set_num_threads(count)
-                results.append(ops.matmul(left, right, alpha=0.3))
-        finally:
-            torch.set_num_threads(before)
+        results = []
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            results.append(ops.matmul(left, right, alpha=0.3))
         assert all(torch.equal(result, results[0]) for result in results)
 
 

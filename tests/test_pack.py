@@ -205,16 +205,12 @@ def test_header_is_pinned() -> None:
     assert int.from_bytes(header[60:], "little") == checksum
 
 
-def test_bytes_do_not_depend_on_threads() -> None:
+def test_bytes_do_not_depend_on_threads(torch_threads: None) -> None:
     weight = random_weight(1000, 700, torch.float32)
-    threads = torch.get_num_threads()
-    try:
-        packed = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            packed.append(ops.linear_pack(weight, dtype=torch.bfloat16))
-    finally:
-        torch.set_num_threads(threads)
+    packed = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        packed.append(ops.linear_pack(weight, dtype=torch.bfloat16))
     assert torch.equal(packed[0], packed[1])
     assert torch.equal(packed[0], packed[2])
 

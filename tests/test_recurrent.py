@@ -218,16 +218,13 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("dtype", cases.FLOATS)
-def test_results_do_not_depend_on_the_number_of_threads(name: str, dtype: str) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(name: str, dtype: str, torch_threads: None) -> None:
     case = RecurrentCase(**{**vars(LARGE[name]), "packed": dtype, "seed": 7})
-    given, before = arguments(case), torch.get_num_threads()
+    given = arguments(case)
     results = []
-    try:
-        for threads in (1, 2, 3, 5, 8):
-            torch.set_num_threads(threads)
-            results.append(run(case, given))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 5, 8):
+        torch.set_num_threads(threads)
+        results.append(run(case, given))
     for result in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], result, strict=True))
 

@@ -139,14 +139,10 @@ def test_columns_beyond_the_rotated_are_copied_bit_by_bit() -> None:
             assert torch.equal(out.view(integer)[..., 4:], bits[..., 4:])
 
 
-def test_threads_do_not_change_results() -> None:
+def test_threads_do_not_change_results(torch_threads: None) -> None:
     query, key, angles = torch.randn(2, 12, 64, 64), torch.randn(2, 3, 64, 64), torch.randn(2, 64, 64)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(torch.cat(torch.ops.xopt.rotary(query, key, angles, angles), 1))
-    finally:
-        torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(torch.cat(torch.ops.xopt.rotary(query, key, angles, angles), 1))
     assert all(torch.equal(result, results[0]) for result in results)

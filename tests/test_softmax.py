@@ -75,15 +75,12 @@ def test_rows_are_as_in_torch_where_nothing_is_finite() -> None:
                 assert torch.allclose(ops.softmax(x), expected, equal_nan=True), (n, first, rest)
 
 
-def test_threads_do_not_change_results() -> None:
-    x, before = torch.randn(300, 770), torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(ops.softmax(x))
-    finally:
-        torch.set_num_threads(before)
+def test_threads_do_not_change_results(torch_threads: None) -> None:
+    x = torch.randn(300, 770)
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(ops.softmax(x))
     assert all(torch.equal(result, results[0]) for result in results)
 
 

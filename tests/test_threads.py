@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,13 +18,6 @@ SHAPES = ((1, 700, 512), (3, 100, 1000), (130, 257, 96), (600, 48, 65), (17, 150
 
 Tensor = torch.Tensor
 Call = Callable[[], tuple[Tensor, ...]]
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def calls(m: int, n: int, k: int) -> dict[str, Call]:
@@ -65,7 +58,7 @@ def bits(tensors: tuple[Tensor, ...]) -> list[bytes]:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_bitwise_equal_for_any_number_of_threads(shape: tuple[int, int, int], restored_threads: None) -> None:
+def test_bitwise_equal_for_any_number_of_threads(shape: tuple[int, int, int], torch_threads: None) -> None:
     for name, call in calls(*shape).items():
         results = {}
         for count in COUNTS:

@@ -93,17 +93,14 @@ def test_tails() -> None:
     )
 
 
-def test_threads_do_not_change_results() -> None:
-    x, before = torch.randn(4, 30, 29, 64), torch.get_num_threads()
+def test_threads_do_not_change_results(torch_threads: None) -> None:
+    x = torch.randn(4, 30, 29, 64)
     expected = by_windows(x, [7, 7], [-3, -3])
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            windows = ops.window_partition(x, [7, 7], [-3, -3])
-            assert torch.equal(windows, expected)
-            assert torch.equal(ops.window_merge(windows, [30, 29], [3, 3]), x)
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        windows = ops.window_partition(x, [7, 7], [-3, -3])
+        assert torch.equal(windows, expected)
+        assert torch.equal(ops.window_merge(windows, [30, 29], [3, 3]), x)
 
 
 X = torch.randn(1, 6, 6, 4)
