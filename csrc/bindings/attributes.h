@@ -59,7 +59,11 @@ class SeenDict {
 
 #if PY_VERSION_HEX < 0x030C0000
   // Has what `unchanged` looks at fetched, if the dictionary is still there; nothing happens if not.
-  void fetch() const { ::xopt::fetch(dict_, sizeof(PyDictObject)); }
+  // Of the one or two lines that a dictionary lies in, that is one.
+  void fetch() const {
+    const auto* dict = reinterpret_cast<const char*>(dict_);
+    if (dict != nullptr) ::xopt::fetch(dict + offsetof(PyDictObject, ma_version_tag), sizeof(uint64_t));
+  }
 
  private:
   static bool watch(PyObject*) { return true; }
