@@ -58,11 +58,10 @@ class SeenDict {
   bool unchanged() const { return dict_ != nullptr && state_of(dict_) == state_; }
 
 #if PY_VERSION_HEX < 0x030C0000
-  // Has what `unchanged` looks at fetched, if the dictionary is still there; nothing happens if not.
-  // Of the one or two lines that a dictionary lies in, that is one.
+  // Has what `unchanged` looks at fetched, which is one line of the two that a dictionary may lie in. Nothing happens where
+  // it is gone.
   void fetch() const {
-    const auto* dict = reinterpret_cast<const char*>(dict_);
-    if (dict != nullptr) ::xopt::fetch(dict + offsetof(PyDictObject, ma_version_tag), sizeof(uint64_t));
+    if (dict_ != nullptr) __builtin_prefetch(&reinterpret_cast<PyDictObject*>(dict_)->ma_version_tag);
   }
 
  private:

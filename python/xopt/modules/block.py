@@ -169,11 +169,11 @@ def run(
 ) -> Any:
     """`forward(module, *args, **kwargs)`, as a program where there can be one. `results`: what dtype the forward turns
     its results into, if it does, which tells it from another of this module."""
-    if module.training or torch.compiler.is_compiling() or torch._C._is_tracing():
+    programs: Programs | None = module.__dict__.get(PROGRAMS)
+    if programs is None or module.training or torch.compiler.is_compiling() or torch._C._is_tracing():
         return forward(module, *args, **kwargs)
     if active.recorder is not None and not has_symbolic_objects(args, kwargs):
         return active.recorder.call_with_weights(module, forward, args, kwargs)
-    programs: Programs = module.__dict__[PROGRAMS]
     key, values = signature(args, kwargs)
     key = (results, key)
     found = programs.find(module, forward, key, args, kwargs)

@@ -74,15 +74,11 @@ class RootForward:
             return self._layout.call(self._forward_restored, module, args, kwargs)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if PROGRAMS in module.__dict__:
-            return run(module, type(module).forward, args, kwargs)
-        return type(module).forward(module, *args, **kwargs)
+        return run(module, type(module).forward, args, kwargs)
 
     def _forward_restored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With results of the source's dtype. A program has that recorded, so that what computes them writes it."""
-        if PROGRAMS in module.__dict__:
-            return run(module, self._restored, args, kwargs, results=self._source_dtype)
-        return self._restored(module, *args, **kwargs)
+        return run(module, self._restored, args, kwargs, results=self._source_dtype)
 
     def _restored(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return map_tensors(self._restore_dtype, type(module).forward(module, *args, **kwargs))
