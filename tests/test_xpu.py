@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests import fresh_process
-from tests.test_ops_contract import registered_ops
+from tests.contracts import registered_ops
 from tests.xpu_stand_in import FOLDER
 from xopt import sycl
 
