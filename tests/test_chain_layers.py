@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xopt
-from tests.test_blocks import assert_gone_when_dropped
+from tests.block_models import assert_gone_when_dropped
 from tests.test_chain_programs import lengths_of_chains
 from xopt.modules import chain as chains
 from xopt.modules.block import PROGRAMS

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xopt
-from tests.test_blocks import assert_gone_when_dropped
+from tests.block_models import assert_gone_when_dropped
 from tests.test_optimize_conv import settled
 from xopt.modules import chain as chains
 from xopt.modules.block import PROGRAMS

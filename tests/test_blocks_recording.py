@@ -1,0 +1,272 @@
+"""What of a block's forward is recorded: nothing where it is no fixed sequence, each way where it looks at sizes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import xopt
+from tests.block_models import Attention, Gated, Mlp, X
+
+# ---- Forwards that are no fixed sequence of steps ------------------------------------------------------------------
+
+
+class BranchOnValue(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class ItemOfValue(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * float(x.amax().item()))
+
+
+class Counter(Mlp):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class LoopOverRows(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([Mlp.forward(self, row) for row in x])
+
+
+class ChangesItsInput(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return super().forward(x)
+
+
+class KeepsAnAlias(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        alias = y.view(-1)
+        y += 1
+        return self.down(y) + alias.sum()  # type: ignore[no-any-return]
+
+
+class ConstantInside(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.full((1,), float(x.shape[0])))
+
+
+class WritesToAPart(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y[..., 0] = 7
+        return self.down(y)  # type: ignore[no-any-return]
+
+
+class ReadsBeforeItWrites(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        before = y + 1
+        y[..., 0] = 7
+        return super().forward(x) + before.mul(2) + y
+
+
+class WritesToWhatIsSeenTwice(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(x.shape)
+        part = y[..., :2]
+        part.copy_(x[..., :2])
+        return super().forward(x) + part.sum() + y
+
+
+class ChangesWhatAViewShows(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        view = y.transpose(0, 1)
+        y.add_(1)
+        return super().forward(x) + view.sum()
+
+
+class DrawsANumber(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(())
+
+
+class UsesNumpy(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.from_numpy(x.numpy() * 2))
+
+
+UNFIXED = [
+    *(BranchOnValue, ItemOfValue, Counter, LoopOverRows),
+    *(ChangesItsInput, KeepsAnAlias, ConstantInside, WritesToAPart, UsesNumpy),
+    *(ReadsBeforeItWrites, WritesToWhatIsSeenTwice, ChangesWhatAViewShows),
+]
+
+
+@pytest.mark.parametrize("kind", UNFIXED)
+def test_what_is_no_fixed_sequence_runs_its_own_forward(kind: type[nn.Module]) -> None:
+    source = nn.Sequential(kind()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    source = copy.deepcopy(source)
+    with torch.no_grad():
+        for x in (X, X[:, :3], -X, X[:1], torch.randn(4, 8, 64)):
+            given, kept = x.clone(), x.clone()
+            torch.testing.assert_close(optimized(given), source(kept))
+            assert torch.equal(given, kept)
+    assert all(not fusion.fused for fusion in xopt.report(optimized).fusions if fusion.path == "0")
+
+
+def test_a_number_drawn_in_the_call_is_no_constant() -> None:
+    model = xopt.optimize(nn.Sequential(DrawsANumber()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        first, second = model(X), model(X)
+        torch.manual_seed(0)
+        assert torch.equal(model(X), first)
+    assert not torch.allclose(first, second)
+
+
+class SetsWhatFits(Mlp):
+    """Sets an attribute by the sizes of its input, as Swin's layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] <= 5:
+            self.scale = 2.0
+        return super().forward(x)
+
+
+def test_a_forward_that_sets_an_attribute_once_is_recorded_from_then_on() -> None:
+    source = SetsWhatFits().eval()
+    optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+    large = torch.randn(2, 7, 64)
+    with torch.no_grad():
+        for x in (large, X, large, X, X):
+            torch.testing.assert_close(optimized(x), source(x))
+            assert optimized[0].scale == source.scale
+        optimized[0].scale = source.scale = 3.0
+        torch.testing.assert_close(optimized(large), source(large))
+        torch.testing.assert_close(optimized(X), source(X))
+    settled: Any = xopt.optimize(nn.Sequential(SetsWhatFits().eval()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            settled(X)
+    assert "linear+gelu_erf" in xopt.report(settled).fusions[0].fused
+
+
+# ---- Forwards that look at sizes -----------------------------------------------------------------------------------
+
+
+class BranchOnSize(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.shape[1] > 5 else x * 2)
+
+
+class SizeAsNumber(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / math.sqrt(x.size(-1))) * float(len(range(x.shape[1])))
+
+
+class SizeAsTruth(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] - 3 else x
+
+
+class SizeAmongOthers(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.shape[1] in (3, 8) else 1) + (x.shape[0] == x.shape[1])
+
+
+@pytest.mark.parametrize("kind", [BranchOnSize, SizeAsNumber, SizeAsTruth, SizeAmongOthers])
+def test_a_forward_that_looks_at_sizes_has_a_program_for_each_way(kind: type[nn.Module]) -> None:
+    source = nn.Sequential(kind()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    source = copy.deepcopy(source)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for length in (8, 3, 8, 3, 1, 2, 4, 5, 6, 7, 8, 3, 8, 1):  # more than there are programs for
+            for batch in (1, 2):
+                x = torch.randn(batch, length, 64, generator=generator)
+                torch.testing.assert_close(optimized(x), source(x))
+    assert any(fusion.fused for fusion in xopt.report(optimized).fusions)
+
+
+def test_both_ways_of_a_branch_stay_fused() -> None:
+    runs = []
+
+    class Watched(BranchOnSize):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(x.shape)
+            return super().forward(x)
+
+    optimized = xopt.optimize(nn.Sequential(Watched()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for length in (8, 3, 8, 3):
+            optimized(torch.randn(2, length, 64))
+        before = len(runs)
+        for length in (8, 3, 9, 2):
+            optimized(torch.randn(2, length, 64))
+    assert len(runs) == before, "the module's own forward ran again"
+
+
+class Options(Mlp):
+    def forward(
+        self, x: Tensor, *more: Tensor, twice: bool = False, named: dict[str, Tensor] | None = None, **rest: Any
+    ) -> Any:
+        y = super().forward(x)
+        for other in more:
+            y = y + other
+        y = y * 2 if twice else y
+        y = y if named is None else y - named["offset"]
+        return {"y": y, "rest": (rest.get("flag"), [y])}
+
+
+def test_arguments_of_all_kinds() -> None:
+    source = Options().eval()
+    optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)[0]
+    with torch.no_grad():
+        for args, kwargs in (
+            ((X,), {}),
+            ((X, X), {}),
+            ((X,), {"twice": True}),
+            ((X,), {"twice": False, "flag": 3}),
+            ((X, X), {"named": {"offset": X}, "flag": "a"}),
+        ):
+            result, expected = optimized(*args, **kwargs), source(*args, **kwargs)
+            torch.testing.assert_close(result["y"], expected["y"])
+            assert result["rest"][0] == expected["rest"][0]
+            torch.testing.assert_close(result["rest"][1][0], expected["rest"][1][0])
+
+
+def test_what_was_of_one_shape_may_be_broadcast_later() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.norm(self.linear(x) + y) + self.norm(x + y)  # type: ignore[no-any-return]
+
+    source = nn.Sequential(Adds()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for x, y in ((X, X), (X, X[:1]), (X[:1], X), (X, X[:, :1]), (X, X[..., :1])):
+            torch.testing.assert_close(optimized[0](x, y), source[0](x, y))
+
+
+def test_threads_that_come_first_together() -> None:
+    source = nn.Sequential(Gated(), Attention()).eval()
+    for _ in range(5):
+        optimized = xopt.optimize(source, dtype=torch.float32)
+
+        def call(_: int, model: nn.Module = optimized) -> Tensor:
+            with torch.no_grad():
+                return model(X)  # type: ignore[no-any-return]
+
+        with ThreadPoolExecutor(6) as pool, torch.no_grad():
+            expected = source(X)
+            for result in pool.map(call, range(12)):
+                torch.testing.assert_close(result, expected)
