@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -214,6 +215,26 @@ def test_threads_may_share_a_chain() -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in pool.map(lambda turn: check(all_calls[turn % 6], [2]), range(200)):
             pass
+
+
+@pytest.mark.sanitize
+def test_threads_that_come_late_or_never() -> None:
+    """Of five threads that share one CPU the first is mostly done before the others come."""
+    program = f"""
+        import os, torch
+        os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
+        from tests.test_conv_bands import inverted_residuals, large_residual
+        from tests.test_conv_replay import bottleneck
+        torch.set_num_threads(5)
+        bands = inverted_residuals(1).calls
+        with torch.no_grad():
+            for calls in (bottleneck(14), bottleneck(40, torch.bfloat16), bands, large_residual()[0]):
+                arguments = calls.arguments([len(calls.results) - 1])
+                for _ in range(12):
+                    assert torch.equal(torch.ops.xopt.chain(*arguments)[0], calls.results[-1])
+        print("equal")
+    """
+    assert output_of(program, OMP_WAIT_POLICY="passive") == "equal"
 
 
 def test_fork_after_convolutions_were_run_again() -> None:

@@ -70,7 +70,7 @@ XOPT_INLINE void write_scaled(const float* sums, float inverse, int64_t count, T
 template <class Compute>
 void for_each_item(int64_t items, int64_t threads, const Compute& make_compute) {
   int64_t next = 0;
-  parallel(static_cast<int>(minimum(items, threads)), [&](int, int) {
+  parallel_for_some(static_cast<int>(minimum(items, threads)), [&](int, int) {
     auto compute = make_compute();
     for (;;) {
       const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);

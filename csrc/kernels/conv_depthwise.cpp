@@ -127,6 +127,9 @@ class DepthwiseThread {
   static constexpr bool kCouldReadInput = std::is_same_v<In, Line> && std::is_same_v<Round, None>;
 
  public:
+  // Whether lines and weights are read where they are, so that a piece has nothing to copy before it begins.
+  static bool reads_in_place(const ConvCall& call) { return !copies_lines(call.input) && has_float_tiles(call.weight); }
+
   DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, const DepthwisePlan& plan)
       : call_(call),
         v_(call.input),
@@ -140,7 +143,7 @@ class DepthwiseThread {
         sums_(static_cast<size_t>(finishes_ ? 0 : plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
         starts_(static_cast<size_t>(folds_ ? plan.chunk : 0) * sizeof(float)),
-        copies_(static_cast<size_t>(copies_lines() ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Line)),
+        copies_(static_cast<size_t>(copies_lines(call.input) ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Line)),
         held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
         lines_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Line>)) {}
 
@@ -216,10 +219,12 @@ class DepthwiseThread {
     return nullptr;
   }
 
+  static bool copies_lines(const PatchesView& v) { return !kCouldReadInput || v.channels % kWidth != 0; }
   // Floats that are one tile high are what copies would be.
-  bool weights_in_place() const {
-    return std::is_same_v<Value, float> && !folds_ && call_.weight.dtype == DType::f32 && call_.weight.k_tiles == 1;
+  static bool has_float_tiles(const PackedWeight& w) {
+    return std::is_same_v<Value, float> && w.dtype == DType::f32 && w.k_tiles == 1;
   }
+  bool weights_in_place() const { return !folds_ && has_float_tiles(call_.weight); }
   const Value* weights() const {
     if (!weights_in_place()) return weights_.as<Value>();
     return reinterpret_cast<const Value*>(call_.weight.panel_data + channel_ / kPanelColumns * 2 * kTileBytes);
@@ -285,8 +290,6 @@ class DepthwiseThread {
     outputs_(call);
   }
 
-  bool copies_lines() const { return !kCouldReadInput || v_.channels % kWidth != 0; }
-
   const ConvCall& call_;
   const PatchesView& v_;
   const GemmCall& epilogue_call_;
@@ -325,10 +328,11 @@ void depthwise_of(const ConvCall& call) {
   // Of few lines, each would copy most of its input lines for itself.
   const int64_t items = call.images * lines, most_lines = ceil_div(items, threads);
   const bool by_lines = most_lines * threads * 8 <= items * 9 && most_lines >= 2 * v.kernel[1];
-  const int64_t units = by_lines ? items : parts, least = maximum(units / (8 * threads), 4 * v.kernel[1]);
+  const int64_t least_lines = (DepthwiseThread<In, Round, Line>::reads_in_place(call) ? 1 : 4) * v.kernel[1];
+  const int64_t units = by_lines ? items : parts, least = maximum(units / (8 * threads), least_lines);
   SharedParts shared(threads, least);
   shared.deal(units);
-  parallel(static_cast<int>(threads), [&](int thread, int count) {
+  parallel_for_some(static_cast<int>(threads), [&](int thread, int count) {
     DepthwiseThread<In, Round, Line> part(call, gemm, epilogue, plan);
     shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
       if (!by_lines) {

@@ -48,7 +48,7 @@ class GemmLoop {
     const int64_t threads = minimum(plan_.max_threads, plan_.row_blocks);
     SharedParts shared(threads, group);
     shared.deal(plan_.row_blocks);
-    parallel(static_cast<int>(threads), [&](int thread, int count) {
+    parallel_for_some(static_cast<int>(threads), [&](int thread, int count) {
       shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
         const Scratch scratch(static_cast<size_t>(minimum(group, end - begin) * plan_.block_rows * n * 4));
         const GemmCall inner = norm_input_call(scratch.as<float>());

@@ -78,7 +78,9 @@ class GemmThread {
     columns_ = {};
     weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
     keep_copies_ = Block::kBackground || weights_stay_;
-    fetches_ahead_ = Block::kBackground || rows.size() < (weights_stay_ ? kFewRowBlocks : kRowBlocksThatHideMisses);
+    // A piece has the part's weights in L2 from the piece before.
+    const int64_t part_rows = plan_.row_blocks / plan_.grid_rows;
+    fetches_ahead_ = Block::kBackground || part_rows < (weights_stay_ ? kFewRowBlocks : kRowBlocksThatHideMisses);
     const int64_t chunks = ceil_div(rows.size(), plan_.chunk_blocks);
     const int64_t chunk_blocks = weights_stay_ ? 1 : ceil_div(rows.size(), maximum<int64_t>(1, chunks));
     const bool one_panel = rows.size() == 1 || (weights_stay_ && plan_.panel_by_panel && !finishes_);

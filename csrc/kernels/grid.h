@@ -20,15 +20,15 @@ class Grid {
     // A piece of rows reads all of the part's weights, one of panels all of its A: rather what L2 holds.
     const bool weights_stay = most_panels * w.panel_bytes <= plan.most_resident;
     by_rows_ = most_rows > most_panels || (weights_stay && most_rows >= kFewPieces);
-    // What it takes to begin anew has to be little beside a piece.
-    constexpr int64_t kStepCycles = Block::kBackground ? 80 : 200, kLeastCycles = 60000;
+    // What it takes to begin anew has to be little beside a piece; with AMX copies of A are begun as well.
+    constexpr int64_t kStepCycles = Block::kBackground ? 80 : 200, kLeastCycles = Block::kBackground ? 60000 : 15000;
     const int64_t unit_cycles = (by_rows_ ? most_panels : most_rows) * maximum<int64_t>(1, w.k_tiles) * kStepCycles;
     least_ = kLeastCycles / unit_cycles + 1;
     if (!by_rows_) {
       least_ = maximum(least_, most_panels / 4);
     } else if (weights_stay) {
-      // Blocks on the vector ports make their copies anew, and fetch no weights ahead, for few rows.
-      least_ = maximum<int64_t>(maximum(least_, most_rows / kFewPieces), Block::kBackground ? 1 : 4);
+      // A row block by itself would go through its weights as if it were alone with them.
+      least_ = maximum<int64_t>(maximum(least_, most_rows / kFewPieces), Block::kBackground ? 1 : 2);
     } else {
       least_ = maximum(least_, ceil_div(most_rows, 2));
     }
@@ -44,7 +44,7 @@ class Grid {
       const Range whole = by_rows_ ? rows_of(part) : panels_of(part);
       shared.set(part, whole.begin, whole.end);
     }
-    parallel(static_cast<int>(minimum(parts, threads)), [&](int thread, int count) {
+    parallel_for_some(static_cast<int>(minimum(parts, threads)), [&](int thread, int count) {
       shared.each(thread, count, [&](int64_t part, int64_t begin, int64_t end) {
         const Range piece{begin, end};
         compute(0, by_rows_ ? piece : rows_of(part), by_rows_ ? panels_of(part) : piece, panels_of(part).end);
@@ -62,7 +62,7 @@ class Grid {
     const int64_t shares = minimum(parts, threads);
     SharedParts shared(shares, 1);
     shared.deal(parts);
-    parallel(static_cast<int>(shares), [&](int thread, int count) {
+    parallel_for_some(static_cast<int>(shares), [&](int thread, int count) {
       shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
         for (int64_t part = begin; part < end; ++part) {
           compute(part / parts_of_product, rows_of(part), panels_of(part), panels_of(part).end);

@@ -187,7 +187,7 @@ void norm(const NormCall& call) {
   const auto threads = static_cast<int>(minimum<int64_t>(minimum<int64_t>(max_threads(), call.rows), wanted));
   SharedParts shared(threads, kValuesOfAThread / 4 / maximum<int64_t>(call.columns, 1));
   shared.deal(call.rows);
-  parallel(threads, [&](int thread, int count) {
+  parallel_for_some(threads, [&](int thread, int count) {
     const Scratch scratch(static_cast<size_t>(call.columns) * 3 * sizeof(float));
     RowNorm row_norm(call, scratch.as<float>());
     shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) { row_norm.run(begin, end); });

@@ -99,20 +99,22 @@ class Bands {
   }
 
   void run() const {
-    // Threads take over whole images from each other, where equal threads would come out even: within one, a piece would
-    // begin with lines computed before.
+    // Threads take over whole images from each other where equal threads would come out even, and else bands: a piece
+    // that does not go on where the thread's last one ended begins with lines computed before.
     const bool by_images = images_ >= 8 * threads_ || (images_ >= 2 * threads_ && images_ % threads_ == 0);
     const int64_t unit = by_images ? bands_ : 1, units = images_ * bands_ / unit;
     const int64_t parts = std::min(threads_, units);
-    SharedParts shared(parts, by_images ? 1 : units);
+    SharedParts shared(parts, 1);
     shared.deal(units);
-    parallel(static_cast<int>(parts), [&](int thread, int count) {
+    parallel_for_some(static_cast<int>(parts), [&](int thread, int count) {
       const Scratch between(static_cast<size_t>(scratch_bytes()));
+      ImageLines held{};
+      int64_t next = -1;
       shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
-        ImageLines held{};
-        for (int64_t part = begin * unit; part < end * unit; ++part) {
-          if (part % bands_ == 0) held = {};
-          run_band(part / bands_, part % bands_, between.as<uint8_t>(), &held);
+        for (int64_t band = begin * unit; band < end * unit; ++band) {
+          if (band != next || band % bands_ == 0) held = {};
+          run_band(band / bands_, band % bands_, between.as<uint8_t>(), &held);
+          next = band + 1;
         }
       });
     });

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <exception>
+#include <vector>
 
 #include "runtime/barrier.h"
 #include "runtime/trace.h"
@@ -104,43 +105,72 @@ class Work {
 };
 
 // Threads of one region of OpenMP that wait for what the first of them has to share.
+//
+// A thread enters a piece of work by a door. Where others could do its part as well the first closes the door when all is
+// done and waits for those inside, not for those to come: another process may have their cores for milliseconds.
 class Team {
  public:
-  int threads() const { return threads_; }
+  int threads() const { return static_cast<int>(places_.size()); }
 
   // By the first thread: how many it is the first of, work for some of them, and the end.
-  void gather(int threads) { threads_ = threads; }
-  void share(int threads, Work* work) {
-    count_ = threads < threads_ ? threads : threads_;
+  void gather(int threads) { places_ = std::vector<Place>(static_cast<size_t>(threads)); }
+  void share(int threads, Comers comers, Work* work) {
+    const int count = threads < this->threads() ? threads : this->threads();
     work_ = work;
-    done_.store(0, std::memory_order_relaxed);
-    phase_.fetch_add(1, std::memory_order_release);
-    work->run(0, count_);
-    spin_until<kSpins>([&] { return done_.load(std::memory_order_acquire) == threads_ - 1; });
+    const uint64_t door = open(count);
+    work->run(0, count);
+    if (comers == Comers::some) door_.store(door | kClosed);
+    const uint64_t inside = inside_of(door), done = done_of(door);
+    for (int thread = 1; thread < count; ++thread) {
+      const std::atomic<uint64_t>& state = places_[static_cast<size_t>(thread)].state;
+      if (comers == Comers::some) {
+        spin_until<kSpins>([&] { return state.load() != inside; });
+      } else {
+        spin_until<kSpins>([&] { return state.load() == done; });
+      }
+    }
   }
-  void dismiss() {
-    work_ = nullptr;
-    phase_.fetch_add(1, std::memory_order_release);
-  }
+  void dismiss() { open(0); }
 
   // By each of the others, until the first has nothing more.
   void serve(int thread) {
-    for (unsigned phase = 1;; ++phase) {
-      spin_until<kSpins>([&] { return phase_.load(std::memory_order_acquire) == phase; });
-      if (work_ == nullptr) return;
-      if (thread < count_) work_->run(thread, count_);
-      done_.fetch_add(1, std::memory_order_release);
+    for (uint64_t door = 0;;) {
+      const uint64_t phase = door >> kPhaseShift;
+      spin_until<kSpins>([&] { return (door = door_.load()) >> kPhaseShift != phase; });
+      const int count = static_cast<int>(door >> kCountShift & kMostCount);
+      if (count == 0) return;
+      if (thread >= count || (door & kClosed) != 0) continue;
+      std::atomic<uint64_t>& state = places_[static_cast<size_t>(thread)].state;
+      // Sequentially consistent: either the first sees who is inside, or that one sees the door closed.
+      state.store(inside_of(door));
+      if (door_.load() == door) work_->run(thread, count);
+      state.store(done_of(door));
     }
   }
 
  private:
   static constexpr int kSpins = 256;  // regions follow each other within microseconds
+  // The door's number says which work it leads to, for how many threads, and whether it is closed.
+  static constexpr uint64_t kClosed = 1, kMostCount = 0xffff;
+  static constexpr int kCountShift = 1, kPhaseShift = 17;
 
-  int threads_ = 1;
-  int count_ = 0;
+  // What a thread did last; a cache line each.
+  struct alignas(64) Place {
+    std::atomic<uint64_t> state{0};
+  };
+  static uint64_t inside_of(uint64_t door) { return door >> kPhaseShift << 1 | 1; }
+  static uint64_t done_of(uint64_t door) { return door >> kPhaseShift << 1; }
+
+  uint64_t open(int count) {
+    const uint64_t phase = (door_.load(std::memory_order_relaxed) >> kPhaseShift) + 1;
+    const uint64_t door = phase << kPhaseShift | static_cast<uint64_t>(count) << kCountShift;
+    door_.store(door);
+    return door;
+  }
+
+  std::vector<Place> places_;
   Work* work_ = nullptr;
-  alignas(64) std::atomic<unsigned> phase_{0};
-  alignas(64) std::atomic<int> done_{0};
+  alignas(64) std::atomic<uint64_t> door_{0};
 };
 
 // The team that this thread is the first of.
@@ -187,7 +217,7 @@ void enter_openmp() {
   entered.fetch_add(1, std::memory_order_relaxed);
 }
 
-void parallel_run(int threads, ParallelBody body, void* context) {
+void parallel_run(int threads, Comers comers, ParallelBody body, void* context) {
   if (threads <= 1 || in_region() || forked) {
     const RegionScope scope(1);
     body(context, 0, 1);
@@ -195,7 +225,7 @@ void parallel_run(int threads, ParallelBody body, void* context) {
   }
   Work work(body, context);
   if (has_team()) {
-    team->share(threads, &work);
+    team->share(threads, comers, &work);
     return work.finish();
   }
   // The team always has the same size, torch's. libgomp ends the threads that a smaller team does not need and starts
@@ -222,9 +252,9 @@ void with_team_run(void (*body)(void* context), void* context) {
     if (thread > 0) {
       waiting.serve(thread);
     } else {
-      waiting.gather(omp_get_num_threads());
-      team = &waiting;
       try {
+        waiting.gather(omp_get_num_threads());
+        team = &waiting;
         body(context);
       } catch (...) {
         exception.catch_current();

@@ -30,14 +30,22 @@ void enter_openmp();
 // Runs body(context, thread, count) on `threads` threads and waits. `count`, the same for all, may be less than
 // `threads` where the runtime grants fewer: divide the work by it. The first exception is thrown again here.
 // Small `threads` save no time of the others: a region always wakes all of max_threads() (parallel.cpp says why).
+enum class Comers { all, some };  // who has to
 using ParallelBody = void (*)(void* context, int thread, int count);
-void parallel_run(int threads, ParallelBody body, void* context);
+void parallel_run(int threads, Comers comers, ParallelBody body, void* context);
 
 // The same with a callable: body(thread, count).
 template <class Body>
-void parallel(int threads, const Body& body) {
+void parallel(int threads, const Body& body, Comers comers = Comers::all) {
   auto call = [](void* context, int thread, int count) { (*static_cast<const Body*>(context))(thread, count); };
-  parallel_run(threads, call, const_cast<Body*>(&body));
+  parallel_run(threads, comers, call, const_cast<Body*>(&body));
+}
+
+// For a body in which threads take work from each other until none is left (SharedParts): in with_team a thread that has
+// not come when all is done is not waited for, since another process may have its core for milliseconds.
+template <class Body>
+void parallel_for_some(int threads, const Body& body) {
+  parallel(threads, body, Comers::some);
 }
 
 // Runs body() on this thread, and the other threads wait in one region of OpenMP for the regions in it: to begin and end
