@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests import fresh_process
-from tests.contracts import registered_ops
+from tests.contracts import registered_ops, runs_on_xpu
 from tests.xpu_stand_in import FOLDER
 from xopt import sycl
 
@@ -21,9 +21,6 @@ pytestmark = pytest.mark.long
 needs_sycl = pytest.mark.skipif(
     not sycl.available(), reason="NOT RUN: operators on tensors of device xpu, since the SYCL runtime is not installed"
 )
-LINEAR = {"linear", "linear_gated", "linear_norm", "linear_weight_only", "qlinear"}
-IMAGES = {"adaptive_pool", "chain", "conv", "group_norm", "pool", "upsample"}
-ON_XPU = LINEAR | IMAGES | {"attention", "layer_norm", "rms_norm", "rotary", "softmax"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,8 +43,7 @@ def test_operators_are_registered_for_xpu_beside_the_cpu(op: str) -> None:
     """Those without a kernel there by what refuses the call in one line."""
     (kernel,) = (line for line in torch._C._dispatch_dump(f"xopt::{op}").splitlines() if line.startswith("XPU:"))
     assert ("csrc/ops/" in kernel) != ("/ops/xpu.py" in kernel)
-    if op in ON_XPU or op.startswith(("linear_pack", "linear_unpack", "conv_pack", "conv_unpack")):
-        assert "csrc/ops/" in kernel
+    assert ("csrc/ops/" in kernel) == runs_on_xpu(op)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fakes of any GPU then begin with a tensor on it")

@@ -4,7 +4,8 @@ Each file here, but for operands.py, is the contract of the operators of one fil
 
 - `SCHEMAS`: the operators' schemas by name,
 - `samples_<operator>()`: calls of each, which opcheck and the other tests of all operators walk,
-- `BAD_ARGUMENTS`: calls, and what their errors say; left out where the operators' own test file has them.
+- `BAD_ARGUMENTS`: calls, and what their errors say; left out where the operators' own test file has them,
+- `ON_XPU = True` where the operators run on Intel GPUs too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ def samples_of(op: str) -> list[Call]:
     generator = getattr(_contracts_by_op().get(op), f"samples_{op}", None)
     assert generator is not None, f"xopt::{op} has no samples: add samples_{op}() to its file in tests/contracts/"
     return list(generator())
+
+
+def runs_on_xpu(op: str) -> bool:
+    return getattr(_contracts_by_op()[op], "ON_XPU", False)
 
 
 def bad_arguments() -> list[BadArgument]:

@@ -8,6 +8,7 @@ import torch
 
 from tests.contracts.operands import FLOATS, HEADS, BadArgument, Call, X, ops, random
 
+ON_XPU = True
 SCHEMAS = {
     "attention": "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, *, float? scale=None, "
     "bool causal=False, int causal_offset=0, int window=0) -> Tensor",

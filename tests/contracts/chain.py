@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tests.contracts.operands import Call
 from tests.test_chain import random_calls
 
+ON_XPU = True
 SCHEMAS = {
     "chain": "chain(Tensor[] tensors, str calls) -> Tensor[]",
 }

@@ -10,6 +10,7 @@ import torch
 from tests.contracts.conv_pack import CONV_WEIGHTS
 from tests.contracts.operands import FLOATS, Call, ops, random
 
+ON_XPU = True
 SCHEMAS = {
     "conv": "conv(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, *, int[] stride, int[] padding, "
     'int[] dilation, int groups=1, Tensor? scale=None, str activation="none", float alpha=0., float beta=0., '

@@ -9,6 +9,7 @@ import torch
 
 from tests.contracts.operands import FLOATS, Call, ops, random
 
+ON_XPU = True
 SCHEMAS = {
     "conv_pack": "conv_pack(Tensor weight, int groups=1, *, ScalarType dtype) -> Tensor",
     "conv_unpack": "conv_unpack(Tensor packed, int[] weight_size, int groups, ScalarType dtype) -> Tensor",

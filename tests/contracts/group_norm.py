@@ -9,6 +9,7 @@ import torch
 
 from tests.contracts.operands import FLOATS, Call, random
 
+ON_XPU = True
 SCHEMAS = {
     "group_norm": "group_norm(Tensor input, int groups, Tensor? weight=None, Tensor? bias=None, *, "
     'float eps=1.0000000000000001e-05, str activation="none", ScalarType? out_dtype=None) -> Tensor',

@@ -21,6 +21,7 @@ from tests.contracts.operands import (
     random,
 )
 
+ON_XPU = True
 SCHEMAS = {
     "linear": 'linear(Tensor input, Tensor packed, int out_features, Tensor? bias=None, *, str activation="none", '
     'float alpha=0., float beta=0., str binary="none", Tensor? other=None, bool activation_last=False, '

@@ -8,6 +8,7 @@ import torch
 
 from tests.contracts.operands import FLOATS, BadArgument, Call, K, X, ops, random
 
+ON_XPU = True
 SCHEMAS = {
     "layer_norm": "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, *, "
     "float eps=1.0000000000000001e-05, Tensor? residual=None, "

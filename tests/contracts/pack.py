@@ -23,6 +23,7 @@ from tests.contracts.operands import (
     random,
 )
 
+ON_XPU = True
 SCHEMAS = {
     "linear_pack": "linear_pack(Tensor weight, *, ScalarType dtype) -> Tensor",
     "linear_pack_gated": "linear_pack_gated(Tensor gate, Tensor up, *, ScalarType dtype) -> Tensor",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tests.contracts.operands import FLOATS, Call, random
 
+ON_XPU = True
 SCHEMAS = {
     "pool": "pool(Tensor input, str kind, *, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
     "bool ceil_mode=False, bool count_include_pad=True, int divisor=0) -> Tensor",

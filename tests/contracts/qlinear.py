@@ -8,6 +8,7 @@ import torch
 
 from tests.contracts.operands import ONE, BadArgument, Call, K, N, Q, X, ops, packed, packed_int8, random
 
+ON_XPU = True
 SCHEMAS = {
     "qlinear": "qlinear(Tensor input, Tensor input_scale, Tensor? input_zero_point, Tensor packed, int out_features, "
     'Tensor? bias=None, *, str activation="none", float alpha=0., float beta=0., str binary="none", '

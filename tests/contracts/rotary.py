@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tests.contracts.operands import ANGLES, FLOATS, HEADS, BadArgument, Call, X, ops, random
 
+ON_XPU = True
 SCHEMAS = {
     "rotary": "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, *, bool interleaved=False) "
     "-> (Tensor query_out, Tensor key_out)",

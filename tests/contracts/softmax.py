@@ -8,6 +8,7 @@ import torch
 
 from tests.contracts.operands import FLOATS, Call, K, random
 
+ON_XPU = True
 SCHEMAS = {
     "softmax": "softmax(Tensor input, *, ScalarType? out_dtype=None) -> Tensor",
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tests.contracts.operands import FLOATS, Call, random
 
+ON_XPU = True
 SCHEMAS = {
     "upsample": "upsample(Tensor input, int[] size, str mode, *, bool align_corners=False, float? scale_d=None, "
     "float? scale_h=None, float? scale_w=None) -> Tensor",

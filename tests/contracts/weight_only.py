@@ -9,6 +9,7 @@ import torch
 
 from tests.contracts.operands import FLOATS, Call, K, N, ops, random
 
+ON_XPU = True
 SCHEMAS = {
     "linear_pack_weight_only": "linear_pack_weight_only(Tensor weight, Tensor scale, Tensor? zero_point=None, *, "
     "int bits, int group_size, bool gated=False) -> Tensor",
