@@ -120,14 +120,12 @@ class Team {
     const uint64_t door = open(count);
     work->run(0, count);
     if (comers == Comers::some) door_.store(door | kClosed);
-    const uint64_t inside = inside_of(door), done = done_of(door);
     for (int thread = 1; thread < count; ++thread) {
       const std::atomic<uint64_t>& state = places_[static_cast<size_t>(thread)].state;
-      if (comers == Comers::some) {
-        spin_until<kSpins>([&] { return state.load() != inside; });
-      } else {
-        spin_until<kSpins>([&] { return state.load() == done; });
-      }
+      spin_until<kSpins>([&] {
+        const uint64_t seen = state.load();
+        return comers == Comers::some ? seen != door : seen == (door | kClosed);
+      });
     }
   }
   void dismiss() { open(0); }
@@ -142,9 +140,9 @@ class Team {
       if (thread >= count || (door & kClosed) != 0) continue;
       std::atomic<uint64_t>& state = places_[static_cast<size_t>(thread)].state;
       // Sequentially consistent: either the first sees who is inside, or that one sees the door closed.
-      state.store(inside_of(door));
+      state.store(door);
       if (door_.load() == door) work_->run(thread, count);
-      state.store(done_of(door));
+      state.store(door | kClosed);
     }
   }
 
@@ -154,12 +152,10 @@ class Team {
   static constexpr uint64_t kClosed = 1, kMostCount = 0xffff;
   static constexpr int kCountShift = 1, kPhaseShift = 17;
 
-  // What a thread did last; a cache line each.
+  // A thread's, a cache line each: the number of the door that it is inside of, and with kClosed when it has left.
   struct alignas(64) Place {
     std::atomic<uint64_t> state{0};
   };
-  static uint64_t inside_of(uint64_t door) { return door >> kPhaseShift << 1 | 1; }
-  static uint64_t done_of(uint64_t door) { return door >> kPhaseShift << 1; }
 
   uint64_t open(int count) {
     const uint64_t phase = (door_.load(std::memory_order_relaxed) >> kPhaseShift) + 1;
