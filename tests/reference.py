@@ -313,7 +313,8 @@ def acceptable(
         if math.frexp(scale)[0] != 0.5:  # value / scale, or value * (1 / scale): two roundings at most
             error = torch.where(torch.isfinite(value), error + 2 * U32 * value.abs() * (1 + 4 * U32), error)
     elif got.dtype == torch.bfloat16 and flushes:
-        error = torch.where(value.abs() < 2 * SMALLEST_NORMAL, error + SMALLEST_NORMAL, error)
+        # The conversion does so too, with whatever the kernel rightly has before it.
+        error = torch.where(value.abs() - error < 2 * SMALLEST_NORMAL, error + SMALLEST_NORMAL, error)
     low = rounded(value - error, got.dtype, scale, zero_point)
     high = rounded(value + error, got.dtype, scale, zero_point)
     actual = got.to(torch.float64)

@@ -147,6 +147,19 @@ def test_quantised_mutants_are_caught() -> None:
             expect_values("a mutant", wrong.to(torch.int8), exact(value), (1, 40), torch.int8, scale=1.0, zero_point=1)
 
 
+def test_what_is_left_of_a_product_with_a_flushed_factor_may_be_flushed_too() -> None:
+    x = torch.tensor([[2.0**-130, 2.0**-125]], dtype=torch.bfloat16)
+    weight = torch.tensor([[512.0, 1.25]], dtype=torch.bfloat16)
+    expected = reference.matmul(x.double(), weight.double(), flushes=True)
+    quarter = reference.multiply(expected, torch.tensor(0.25).double())  # 2^-123, and 1.25 * 2^-127, a denormal
+    for right in (2.0**-123 + 1.25 * 2.0**-127, 1.25 * 2.0**-127, 0.0):
+        got = torch.tensor([[right]], dtype=torch.bfloat16)
+        expect_values("a right result", got, quarter, (1, 1), torch.bfloat16, flushes=True)
+    got = torch.tensor([[0.0]], dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="wrong"):
+        expect_values("a wrong result", got, exact(quarter.value), (1, 1), torch.bfloat16, flushes=True)
+
+
 def test_special_values_have_one_answer() -> None:
     value = torch.tensor([[math.inf, -math.inf, math.nan, 1e30, 0.0]]).double()
     got = torch.tensor([[math.inf, -math.inf, math.nan, 1e30, 0.0]])
