@@ -296,12 +296,13 @@ class GemmThread {
     } else {
       using Out = typename Block::Round;
       Finish<Out> finish;
+      const int64_t column = (panel - panels_.begin) * kPanelColumns;
+      if (finishes_) block.columns = minimum(columns_.columns - column, kPanelColumns);
       if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
         block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
         if (finishes_) {
           const int64_t row = plan_.first_row(place.rb);
-          finish = finish_of<Out>(call_.epilogue, columns_, row, row - out_row_offset_,
-                                  (panel - panels_.begin) * kPanelColumns);
+          finish = finish_of<Out>(call_.epilogue, columns_, row, row - out_row_offset_, column);
           block.finish = &finish;
         }
       }

@@ -39,9 +39,10 @@ struct BlockCall {
   int64_t k_tiles;
   void* acc;        // rows of 32 float or int32, kPanelColumns apart
   bool accumulate;  // add to acc instead of overwriting it
-  // For blocks with kFinishes: what the sums become, a Finish<Round> (acc is then scratch, and columns that the output
-  // lacks are left out), and how many rows of the last tile hold values.
+  // For blocks with kFinishes: what the sums become, a Finish<Round> (acc is then scratch), of how many columns they are
+  // wanted, and how many rows of the last tile hold values.
   const void* finish = nullptr;
+  int64_t columns = kPanelColumns;
   int64_t last_rows = kTileRows;
   // Lines of weights to fetch into L2 for later, so many for each step along k. Only blocks with kBackground look here:
   // in registers of their loop it costs them less than among what happens between their products.

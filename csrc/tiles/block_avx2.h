@@ -61,13 +61,12 @@ struct FmaBlock {
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
     const auto* finish = static_cast<const Finish<Round>*>(call.finish);
-    const int64_t columns = minimum(finish != nullptr ? finish->columns : kPanelColumns, kPanelColumns);
     // One row or two: weights come from memory, in their order there, and half a panel has too few sums under way.
     constexpr int kVectors = R <= 2 ? 4 : 2;
     for (int64_t done = 0, end; done < call.k_tiles; done = end) {
       end = chain_end<FmaBlock>(call, done);
-      for (int64_t column = 0; column < columns; column += kVectors * kWidth) {
-        const int64_t rest = columns - column;
+      for (int64_t column = 0; column < call.columns; column += kVectors * kWidth) {
+        const int64_t rest = call.columns - column;
         if (rest > kVectors / 2 * kWidth) {
           multiply<R, kVectors>(call, finish, column, done, end, between);
         } else if (kVectors > 2 && rest > kWidth) {
@@ -140,7 +139,7 @@ struct FmaBlock {
       if (!finished) {
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + kWidth * v, acc[v][r]);
-      } else if (V <= 2 || first < finish->columns) {
+      } else if (V <= 2 || first < call.columns) {
         finish_rows(*finish, first, acc[v]);
       }
     }

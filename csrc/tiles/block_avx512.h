@@ -102,9 +102,10 @@ struct WeightPairs {
 
 // The weights of two steps later into L1: 5% more than waiting for L2 on a core whose reorder buffer is short or shared.
 // One step is too late for what comes from L3 (2% on Zen 5, 1% on Emerald Rapids); four are no better.
+template <int Tiles = 2>
 XOPT_INLINE void prefetch_step(const uint8_t* b) {
   __builtin_prefetch(b + 4 * kTileBytes, 0, 3);
-  __builtin_prefetch(b + 5 * kTileBytes, 0, 3);
+  if (Tiles == 2) __builtin_prefetch(b + 5 * kTileBytes, 0, 3);
 }
 
 // Sums of floats in registers, which become output there where the epilogue is simple.
@@ -134,7 +135,7 @@ struct FmaBlock {
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
     const auto* finish = static_cast<const Finish<Round>*>(call.finish);
-    if (finish != nullptr && finish->columns <= kTileColumns) {
+    if (call.columns <= kTileColumns) {
       multiply<R, 1>(call, finish, between);
     } else {
       multiply<R, 2>(call, finish, between);
@@ -178,7 +179,7 @@ struct FmaBlock {
 
   template <int R, int V>
   static XOPT_INLINE void multiply_k(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
-    prefetch_step(b);
+    prefetch_step<V>(b);
 #pragma GCC unroll 2
     for (int g = 0; g < Weight::kGroup; ++g) {
       F w[V];
