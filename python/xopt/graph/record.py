@@ -9,10 +9,9 @@ keeps its own forward.
 
 from __future__ import annotations
 
-import copy
 import operator
 import threading
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from xopt.graph.signature import fill, is_tensor, signature
+from xopt.graph.state import State, left_behind
 from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, named_results, opaque_reads, settings
 
 
@@ -146,6 +146,8 @@ class Recorder:
         self.has_effects = False
         self.kept: dict[Any, Any] = {}
         """For rules of objects that are no tensors: what they know of one during this recording."""
+        self.symbols: list[weakref.ref[Symbol]] = []
+        """All that were made."""
 
     # ---- What forwards lead to ---------------------------------------------------------------------------------------
 
@@ -379,57 +381,22 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         node = recorder.graph.placeholder(f"value_{index}")
         node.meta[EXAMPLE] = _described(example)
         symbols.append(Symbol(recorder, node, example))
-    attributes = [_Attributes(module) for module in root.modules()]
+    args, kwargs = fill(args, symbols), fill(kwargs, symbols)
+    state = State(root, [args, kwargs])
     outer, active.recorder = active.recorder, recorder
     try:
-        with torch.random.fork_rng(devices=[]), isinstance_watch.watch(), _WeightsToo(recorder):
-            result = forward(root, *fill(args, symbols), **fill(kwargs, symbols))
+        with torch.random.fork_rng(devices=[]), isinstance_watch.watch(state.see_call), _WeightsToo(recorder):
+            result = forward(root, *args, **kwargs)
     finally:
         active.recorder = outer
-        settles = all(kept.differs_in_numbers_alone() for kept in attributes)
-        changed = [kept.module for kept in attributes if kept.restore()]
-    if changed:
-        problem = ChangesItself if settles else CannotRecord
-        raise problem(f"a {type(changed[0]).__name__} changes its own attributes in its forward")
+        settles = state.differs_in_numbers_alone()
+        changed = state.restore()
+    if changed is not None:
+        raise (ChangesItself if settles else CannotRecord)(f"{changed} in its forward")
     recorder.watch_settings()
     recorder.finish(result)
+    recorder.kept.clear()
+    del result, args, kwargs, state
+    if left_behind(recorder.symbols):
+        raise CannotRecord("it leaves a tensor where the next call could find it")
     return recorder
-
-
-class _Attributes:
-    """A module's attributes, and what is in those that are containers: hooks, children, whatever it keeps. Recording
-    calls a forward that the user did not ask for, so nothing of it may stay."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._values = dict(module.__dict__)
-        kept = (dict, list, set, OrderedDict)
-        self._contents = [(value, copy.copy(value)) for value in self._values.values() if type(value) in kept]
-
-    def differs_in_numbers_alone(self) -> bool:
-        now, before = self.module.__dict__, self._values
-        changed = [value for name, value in now.items() if value is not before.get(name, now)]
-        whole = now.keys() >= before.keys() and all(_same(*each) for each in self._contents)
-        return whole and all(type(value) in (bool, int, float) for value in changed)
-
-    def restore(self) -> bool:
-        """Whether there was anything to undo."""
-        changed = not _same(self.module.__dict__, self._values)
-        if changed:
-            self.module.__dict__.clear()
-            self.module.__dict__.update(self._values)
-        for container, content in self._contents:
-            if not _same(container, content):
-                changed = True
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
-        return changed
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Whether a container holds the very same objects."""
-    if isinstance(now, dict):
-        return now.keys() == before.keys() and all(now[name] is value for name, value in before.items())
-    if isinstance(now, list):
-        return len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True))
-    return bool(now == before)

@@ -11,7 +11,9 @@ import math
 import operator
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,6 +52,7 @@ settings: dict[type, Callable[[Any], Any]] = {}
 _CONSTANT_ATTRIBUTES = frozenset(
     {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested"}
 )
+_OWN = frozenset({"_recorder", "_node", "_example", "_part_of"})  # what a symbol itself has
 _CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_complex", "element_size"})
 
 
@@ -59,18 +62,22 @@ class _Isinstance(threading.local):
     running = 0
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self, see_call: Callable[[FrameType], None]) -> Iterator[None]:
+        """`see_call` is told of each Python function that begins meanwhile."""
+
+        def see(frame: FrameType, event: str, function: Any) -> None:
+            if event == "call":
+                see_call(frame)
+            elif function is isinstance:
+                self.running += 1 if event == "c_call" else -1
+
         previous = sys.getprofile()
-        sys.setprofile(self._see)
+        sys.setprofile(see)
         try:
             yield
         finally:
             sys.setprofile(previous)
             self.running = 0
-
-    def _see(self, frame: Any, event: str, function: Any) -> None:
-        if function is isinstance:
-            self.running += 1 if event == "c_call" else -1
 
 
 isinstance_watch = _Isinstance()
@@ -89,6 +96,7 @@ class Symbol:
         self._node = node
         self._example = example
         self._part_of: tuple[Symbol, Any] | None = None
+        recorder.symbols.append(weakref.ref(self))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -136,6 +144,11 @@ class Symbol:
 
     def _refuse(self, what: str) -> Any:
         raise CannotRecord(f"it depends on the value or the layout of a tensor or size ({what})")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OWN:
+            raise CannotRecord(f"it sets .{name} of a {type(self._example).__name__}")
+        object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         return self._refuse("len")  # type: ignore[no-any-return]

@@ -1,0 +1,202 @@
+"""What a forward could write to beside its results, kept while it is recorded, and put back.
+
+A program computes results alone: a forward that leaves something elsewhere (an activation in a list, a count in an
+object) has to run itself. And recording calls a forward that the user did not ask for, so nothing of it may stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from types import FrameType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from xopt.graph.symbol import CannotRecord, Symbol
+
+_CACHED: type = type(functools.lru_cache(int))
+_CONTAINERS = (OrderedDict, dict, list, set, deque)  # subclasses before their bases
+_NUMBERS = (bool, int, float)
+_WORDS = (*_NUMBERS, str)
+_LIBRARIES = sys.stdlib_module_names | {"torch", "xopt", "numpy"}
+_MOST = 10_000  # containers and objects that one recording looks through
+
+
+class State:
+    """Contents of the modules below a root and of the arguments of its forward, of containers and users' objects that
+    these lead to, of the modules' classes, and of globals that functions called meanwhile name."""
+
+    def __init__(self, root: nn.Module, arguments: list[Any]) -> None:
+        self._kept: dict[int, _Contents] = {}
+        self._classes: dict[type, dict[str, Any]] = {}
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self._codes: set[Any] = set()
+        self._keep_all(_contents_of(arguments))
+        for module in root.modules():
+            self._keep_all([_Contents(module.__dict__, module)])
+            for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+                if kind not in self._classes and not _is_library(kind.__module__):
+                    self._classes[kind] = _attributes(kind)
+                    self._keep_all(_contents_of(self._classes[kind].values()))
+
+    def see_call(self, frame: FrameType) -> None:
+        """A Python function begins: from now on globals that it names may change."""
+        code = frame.f_code
+        if code in self._codes:
+            return
+        self._codes.add(code)
+        names = frame.f_globals
+        if _is_library(names.get("__name__", "")):
+            return
+        for name in code.co_names:
+            if name in names:
+                self._globals.setdefault((id(names), name), (names, name, names[name]))
+                if issubclass(type(names[name]), _CONTAINERS):
+                    self._keep_all(_contents_of([names[name]]))
+
+    def _keep_all(self, found: Iterable[_Contents]) -> None:
+        pending = list(found)
+        while pending:
+            contents = pending.pop()
+            if id(contents.container) in self._kept:
+                continue
+            if len(self._kept) >= _MOST:
+                raise CannotRecord(f"a {type(contents.owner).__name__} leads to more than {_MOST} objects")
+            self._kept[id(contents.container)] = contents
+            pending.extend(_contents_of(contents.values()))
+
+    def differs_in_numbers_alone(self) -> bool:
+        """Whether all that changed are numbers that attributes hold, which a second call may set to the same."""
+        rebound = [names[name] for names, name, value in self._globals.values() if not _same(names.get(name), value)]
+        kept = (contents.differs_in_numbers_alone() for contents in self._kept.values())
+        classes = (_same_items(_attributes(kind), before) for kind, before in self._classes.items())
+        return all(kept) and all(classes) and all(type(value) in _NUMBERS for value in rebound)
+
+    def restore(self) -> str | None:
+        """Puts everything back; what was changed, in words."""
+        changed = None
+        for contents in self._kept.values():
+            if contents.restore():
+                changed = f"a {type(contents.owner).__name__} is changed"
+        for kind, before in self._classes.items():
+            now = _attributes(kind)
+            if not _same_items(now, before):
+                changed = f"attributes of the class {kind.__name__} are changed"
+                for name in now.keys() - before.keys():
+                    delattr(kind, name)
+                for name, value in before.items():
+                    setattr(kind, name, value)
+        for names, name, value in self._globals.values():
+            if not _same(names.get(name), value):
+                changed = f"the global {name} is changed"
+                names[name] = value
+        return changed
+
+
+class _Contents:
+    """What is in a container, or in an owner's __dict__."""
+
+    def __init__(self, container: Any, owner: Any = None) -> None:
+        self.container = container
+        self.owner = container if owner is None else owner
+        self._base = next(base for base in _CONTAINERS if isinstance(container, base))
+        self._content = self._now()
+
+    def _now(self) -> Any:
+        """By the class's own methods: a subclass may have others."""
+        base: Any = self._base
+        if issubclass(base, dict):
+            return dict(base.items(self.container))
+        return set(self.container) if base is set else list(base.__iter__(self.container))
+
+    def values(self) -> Iterable[Any]:
+        return self._content.values() if isinstance(self._content, dict) else self._content
+
+    def differs_in_numbers_alone(self) -> bool:
+        now, before = self._now(), self._content
+        if self.owner is self.container:
+            return _same_items(now, before)
+        changed = [value for name, value in now.items() if name not in before or not _same(value, before[name])]
+        return now.keys() >= before.keys() and all(type(value) in _NUMBERS for value in changed)
+
+    def restore(self) -> bool:
+        """Whether there was anything to undo."""
+        if _same_items(self._now(), self._content):
+            return False
+        base: Any = self._base
+        base.clear(self.container)
+        if issubclass(base, dict):
+            for name, value in self._content.items():
+                base.__setitem__(self.container, name, value)
+        else:
+            (base.update if base is set else base.extend)(self.container, self._content)
+        return True
+
+
+def _contents_of(values: Iterable[Any]) -> Iterable[_Contents]:
+    """Of those values that can be written to."""
+    for value in values:  # symbols claim to be of other classes than they are
+        if issubclass(type(value), _CONTAINERS):
+            yield _Contents(value)
+        elif issubclass(type(value), (tuple, frozenset)):
+            yield from _contents_of(value)
+        elif _is_of_user(value) and type(getattr(value, "__dict__", None)) is dict:
+            yield _Contents(value.__dict__, value)
+
+
+def _is_of_user(value: Any) -> bool:
+    kind = type(value)
+    if kind is SimpleNamespace:
+        return True
+    return not (_is_library(kind.__module__) or issubclass(kind, (nn.Module, ModuleType, type)))
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+
+
+def _same(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and type(now) in _WORDS and bool(now == before))
+
+
+def _same_items(now: Any, before: Any) -> bool:
+    """Whether a container holds the very same objects."""
+    if isinstance(now, set):
+        return bool(now == before)
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_same(now[name], value) for name, value in before.items())
+    return len(now) == len(before) and all(map(_same, now, before))
+
+
+def left_behind(symbols: list[weakref.ref[Symbol]]) -> bool:
+    """Whether somebody still holds one after the recording."""
+    for tidy in (None, gc.collect, _clear_caches):
+        if tidy is not None:
+            tidy()
+        if all(symbol() is None for symbol in symbols):
+            return False
+    return True
+
+
+def _clear_caches() -> None:
+    """Those of functools.lru_cache that hold symbols, which no later call finds there."""
+    for each in gc.get_objects():
+        if type(each) is _CACHED and _leads_to_symbol(each, 4):
+            cached: Any = each
+            cached.cache_clear()
+
+
+def _leads_to_symbol(value: Any, steps: int) -> bool:
+    """A cache refers to a dictionary, that to keys and links, and these to arguments and results."""
+    if type(value) is Symbol or steps == 0:
+        return type(value) is Symbol
+    return any(_leads_to_symbol(each, steps - 1) for each in gc.get_referents(value))
