@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,30 @@ def test_a_cached_function_of_sizes_is_recorded_and_keeps_nothing_of_the_recordi
             torch.testing.assert_close(optimized(x), source(x))
     assert "linear+gelu_erf" in xopt.report(optimized).fusions[0].fused
     assert factor.cache_info().currsize == 2  # those of the source's own calls
+
+
+def test_what_is_told_of_garbage_collections_is_not_the_forwards_doing() -> None:
+    def count(phase: str, info: dict[str, int]) -> None:
+        global calls
+        calls += 1
+
+    class Litters(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(1000):  # more than the collector waits for
+                cycle: list[Any] = []
+                cycle.append(cycle)
+            return super().forward(x)
+
+    source = Litters().eval()
+    optimized = xopt.optimize(copy.deepcopy(nn.Sequential(source)).eval(), dtype=torch.float32)
+    gc.callbacks.append(count)
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(optimized(X), source(X))
+    finally:
+        gc.callbacks.remove(count)
+    assert "linear+gelu_erf" in xopt.report(optimized).fusions[0].fused
+    assert gc.isenabled()
 
 
 def test_a_list_of_its_own_does_not_keep_a_forward_from_being_recorded() -> None:

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from xopt.graph.signature import fill, is_tensor, signature
-from xopt.graph.state import State, left_behind
+from xopt.graph.state import State, collector_paused, left_behind
 from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, named_results, opaque_reads, settings
 
 
@@ -385,7 +385,12 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     state = State(root, [args, kwargs])
     outer, active.recorder = active.recorder, recorder
     try:
-        with torch.random.fork_rng(devices=[]), isinstance_watch.watch(state.see_call), _WeightsToo(recorder):
+        with (
+            collector_paused(),
+            torch.random.fork_rng(devices=[]),
+            isinstance_watch.watch(state.see_call),
+            _WeightsToo(recorder),
+        ):
             result = forward(root, *args, **kwargs)
     finally:
         active.recorder = outer

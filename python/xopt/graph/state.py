@@ -6,12 +6,13 @@ object) has to run itself. And recording calls a forward that the user did not a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,20 @@ _NUMBERS = (bool, int, float)
 _WORDS = (*_NUMBERS, str)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "xopt", "numpy"}
 _MOST = 10_000  # containers and objects that one recording looks through
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without Python's cyclic garbage collector, which calls whoever asked to be told of its runs in the middle of a
+    forward: what those functions write is not the forward's doing."""
+    paused = gc.isenabled()
+    if paused:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
 class State:
