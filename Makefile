@@ -17,6 +17,9 @@ else
   CXX := g++
 endif
 
+# Directories stand among the sources: by its own rules make would compile csrc/sycl/device out of device.cpp.
+MAKEFLAGS += --no-builtin-rules
+
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
