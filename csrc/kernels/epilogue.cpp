@@ -1,4 +1,4 @@
-// The epilogues of the GEMM family and the norm over finished rows. See epilogue.h.
+// The epilogues of the GEMM family. See epilogue.h.
 // isa: scalar avx2 avx512 avx512_bf16
 //
 // A routine exists for each activation and each way out that is common (f32, bf16; the others share one that looks at
@@ -284,40 +284,6 @@ void select_epilogue(const GemmCall& call, EpilogueFn** chosen) {
   }
 }
 
-// Mean and 1 / standard deviation in two passes over a row that lies in L1 or L2.
-void row_norm(const GemmCall& call, const float* values, int64_t first_row, int64_t begin, int64_t end) {
-  const Epilogue& e = call.epilogue;
-  const int64_t n = call.weight.n;
-  for (int64_t row = begin; row < end; ++row) {
-    const float* x = values + row * n;
-    float mean = 0.0F;
-    if (e.norm == Norm::layer_norm) {
-      F sum = set1(0.0F);
-      for (int64_t i = 0; i < n; i += kWidth) sum = add(sum, load_first(x + i, n - i));
-      mean = reduce_add(sum) / static_cast<float>(n);
-    }
-    F squares = set1(0.0F);
-    const F center = set1(mean);
-    int64_t i = 0;
-    for (; i + kWidth <= n; i += kWidth) {
-      const F d = sub(load(x + i), center);
-      squares = fma(d, d, squares);
-    }
-    float square_sum = reduce_add(squares);
-    for (; i < n; ++i) square_sum += (x[i] - mean) * (x[i] - mean);
-    const F scale = div(set1(1.0F), sqrt(set1(square_sum / static_cast<float>(n) + e.norm_eps)));
-    const int64_t out_row = (first_row + row) * e.out_row_stride;
-    for (i = 0; i < n; i += kWidth) {
-      const F value = load_first(x + i, n - i);
-      F y = mul(sub(value, center), scale);
-      if (e.norm_weight.data != nullptr) y = mul(y, load_any(e.norm_weight.data, e.norm_weight.dtype, i, n - i));
-      if (e.norm_bias.data != nullptr) y = add(y, load_any(e.norm_bias.data, e.norm_bias.dtype, i, n - i));
-      store_out<Out::any>(e, out_row + i, y, n - i);
-      if (e.sum != nullptr) store_any(e.sum, e.out_dtype, (first_row + row) * n + i, value, n - i);
-    }
-  }
-}
-
 const auto select_f32 = static_cast<SelectEpilogueFn*>(&select_epilogue<float>);
 const auto select_s32 = static_cast<SelectEpilogueFn*>(&select_epilogue<int32_t>);
 
@@ -325,6 +291,5 @@ const auto select_s32 = static_cast<SelectEpilogueFn*>(&select_epilogue<int32_t>
 
 XOPT_REGISTER_KERNEL(epilogue, f32, *select_f32);
 XOPT_REGISTER_KERNEL(epilogue, s32, *select_s32);
-XOPT_REGISTER_KERNEL(row_norm, f32, row_norm);
 
 }  // namespace xopt::XOPT_ISA

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "kernels/epilogue.h"
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
@@ -29,7 +30,7 @@ constexpr bool kGiven = !std::is_same_v<T, None>;
 struct RowInput {
   const void *input, *residual;
   float* values;  // nullptr: the input has them already
-  void* sum;      // in the input's dtype; nullptr: not wanted, or `values` are it
+  void* sum;      // nullptr: not wanted, or `values` are it
 };
 
 struct RowOutput {
@@ -49,14 +50,14 @@ struct Ahead {
 };
 
 // s of a row, and the sum of it.
-template <class In, class Residual>
+template <class In, class Residual, class Sum = In>
 float read_row(RowInput row, int64_t columns) {
   const auto* input = static_cast<const In*>(row.input);
   return sum_of(columns, [=](int64_t i, int64_t count) {
     F x = load_first(input + i, count);
     if constexpr (kGiven<Residual>) x = add(x, load_first(static_cast<const Residual*>(row.residual) + i, count));
     if (row.values != nullptr) store_first(row.values + i, x, count);
-    if (row.sum != nullptr) store_first(static_cast<In*>(row.sum) + i, x, count);
+    if (row.sum != nullptr) store_first(static_cast<Sum*>(row.sum) + i, x, count);
     return x;
   });
 }
@@ -99,6 +100,9 @@ ReadRow* select_residual(const RowsView& residual) {
 }
 
 ReadRow* select_read(const NormCall& call) {
+  if (call.sum != nullptr && call.sum_dtype != call.input.dtype) {  // of finished sums, which are floats
+    return call.sum_dtype == DType::bf16 ? read_row<float, None, Bf16> : read_row<float, None, F16>;
+  }
   if (call.input.dtype == DType::f32) return select_residual<float>(call.residual);
   return call.input.dtype == DType::bf16 ? select_residual<Bf16>(call.residual) : select_residual<F16>(call.residual);
 }
@@ -151,11 +155,11 @@ class RowNorm {
   Place place_of(int64_t row) const { return {row_of(call_.input, row), row_of(call_.residual, row)}; }
 
   void norm_row(int64_t row, const Place& place, const Place& next) {
-    const int64_t n = call_.columns, input_size = dtype_size(call_.input.dtype);
+    const int64_t n = call_.columns;
     RowInput from{place.input, place.residual, values_, nullptr};
-    if (call_.sum != nullptr) from.sum = static_cast<uint8_t*>(call_.sum) + row * n * input_size;
+    if (call_.sum != nullptr) from.sum = static_cast<uint8_t*>(call_.sum) + row * n * dtype_size(call_.sum_dtype);
     const float* values = values_;
-    if (call_.input.dtype == DType::f32 && from.sum != nullptr) {
+    if (from.sum != nullptr && call_.sum_dtype == DType::f32) {
       values = from.values = static_cast<float*>(from.sum);
       from.sum = nullptr;
     } else if (call_.input.dtype == DType::f32 && from.residual == nullptr) {
@@ -194,8 +198,16 @@ void norm(const NormCall& call) {
   });
 }
 
+// Of rows that a product has finished (epilogue.h).
+void row_norm(const GemmCall& call, const float* values, int64_t first_row, int64_t begin, int64_t end) {
+  const NormCall rows = norm_after(call, values + begin * call.weight.n, first_row + begin, end - begin);
+  const Scratch scratch(static_cast<size_t>(rows.columns) * 3 * sizeof(float));
+  RowNorm(rows, scratch.as<float>()).run(0, rows.rows);
+}
+
 }  // namespace
 
 XOPT_REGISTER_KERNEL(norm, f32, norm);
+XOPT_REGISTER_KERNEL(row_norm, f32, row_norm);
 
 }  // namespace xopt::XOPT_ISA

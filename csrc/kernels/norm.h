@@ -19,9 +19,28 @@ struct NormCall {
   float weight_offset, eps;
   void* out;  // contiguous, like `sum`
   DType out_dtype;
-  void* sum;  // if given, s goes here, in the input's dtype
+  void* sum;        // if given, s goes here
+  DType sum_dtype;  // the input's, or any where the input is of floats and nothing is added
 };
 
 using NormFn = void(const NormCall& call);
+
+// The norm that a product ends with, of `rows` rows of its output from `first` on; `values`: their finished sums.
+inline NormCall norm_after(const GemmCall& call, const float* values, int64_t first, int64_t rows) {
+  const Epilogue& e = call.epilogue;
+  const int64_t n = call.weight.n, offset = first * n * dtype_size(e.out_dtype);
+  NormCall norm{};
+  norm.norm = e.norm;
+  norm.rows = rows;
+  norm.columns = n;
+  norm.input = {values, DType::f32, rows, n, 0};
+  norm.weight = e.norm_weight;
+  norm.bias = e.norm_bias;
+  norm.eps = e.norm_eps;
+  norm.out = static_cast<uint8_t*>(e.out) + offset;
+  norm.out_dtype = norm.sum_dtype = e.out_dtype;
+  if (e.sum != nullptr) norm.sum = static_cast<uint8_t*>(e.sum) + offset;
+  return norm;
+}
 
 }  // namespace xopt

@@ -77,6 +77,7 @@ Pair run_norm(const char* op, Norm norm, NormArguments arguments) {
                                     : Tensor::empty(&no_elements, 1, call.input.dtype);
   call.out = out.mutable_data();
   call.sum = arguments.return_sum ? sum.mutable_data() : nullptr;
+  call.sum_dtype = call.input.dtype;
   if (call.rows > 0 && call.columns > 0) kernel(call);
   return {std::move(out), std::move(sum)};
 }

@@ -18,18 +18,7 @@ void product(DType dtype, const GemmCall& call) {
   before.epilogue.out_dtype = DType::f32;
   before.epilogue.out_row_stride = n;
   launch_product(stream, "gemm", dtype, before, call.m, panels, 1);
-  NormCall after{};
-  after.norm = e.norm;
-  after.rows = call.m;
-  after.columns = n;
-  after.input = {before.epilogue.out, DType::f32, call.m, n, 0};
-  after.weight = e.norm_weight;
-  after.bias = e.norm_bias;
-  after.eps = e.norm_eps;
-  after.out = e.out;
-  after.out_dtype = e.out_dtype;
-  after.sum = e.sum;
-  launch_norm(stream, after, e.out_dtype);
+  launch_norm(stream, norm_after(call, static_cast<const float*>(before.epilogue.out), 0, call.m));
   stream.finish();
 }
 

@@ -6,7 +6,7 @@ namespace {
 
 void norm(const NormCall& call) {
   Stream& stream = Stream::current();
-  launch_norm(stream, call, call.input.dtype);
+  launch_norm(stream, call);
   stream.finish();
 }
 
@@ -14,9 +14,9 @@ XOPT_REGISTER_SYCL_KERNEL(norm, f32, norm);
 
 }  // namespace
 
-void launch_norm(Stream& stream, const NormCall& call, DType sum_dtype) {
+void launch_norm(Stream& stream, const NormCall& call) {
   sycl::kernel& kernel = stream.kernel("norm", "", [&] { return lane_options(stream.lanes()); });
-  stream.launch(kernel, row_range(stream, call.rows), call, static_cast<int32_t>(sum_dtype));
+  stream.launch(kernel, row_range(stream, call.rows), call);
 }
 
 }  // namespace xopt::sycl_device

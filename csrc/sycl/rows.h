@@ -14,7 +14,6 @@ inline sycl::nd_range<3> row_range(const Stream& stream, int64_t rows) {
   return {{1, 1, groups * items}, {1, 1, items}};
 }
 
-// `sum_dtype`: of call.sum, if that is given.
-void launch_norm(Stream& stream, const NormCall& call, DType sum_dtype);
+void launch_norm(Stream& stream, const NormCall& call);
 
 }  // namespace xopt::sycl_device
