@@ -39,6 +39,8 @@ struct BlockCall {
   int64_t k_tiles;
   void* acc;        // rows of 32 float or int32, kPanelColumns apart
   bool accumulate;  // add to acc instead of overwriting it
+  // Tiles only: from the last step along k to the first. The next panel then begins with rows of A that are still in L1.
+  bool backwards = false;
   // For blocks with kFinishes: what the sums become, a Finish<Round> (acc is then scratch), of how many columns they are
   // wanted, and how many rows of the last tile hold values.
   const void* finish = nullptr;

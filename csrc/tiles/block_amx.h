@@ -71,29 +71,38 @@ struct TileBlock {
     }
   };
 
+  // The step that comes first, and from each to the next one.
+  static int64_t first_step(const BlockCall& call) { return call.backwards ? call.k_tiles - 1 : 0; }
+  static int64_t direction(const BlockCall& call) { return call.backwards ? -1 : 1; }
+
   // Where tiles of A are, step by step.
-  struct Copied {
-    static constexpr int64_t stride = kStride * static_cast<int64_t>(sizeof(A));
+  struct Adjacent {
     const uint8_t* rows;
-    explicit Copied(const BlockCall& call) : rows(static_cast<const uint8_t*>(call.a)) {}
-    XOPT_INLINE void next() { rows += 64; }
+    const int64_t advance;
+    explicit Adjacent(const BlockCall& call)
+        : rows(static_cast<const uint8_t*>(call.a) + first_step(call) * 64), advance(direction(call) * 64) {}
+    XOPT_INLINE void next() { rows += advance; }
   };
-  struct InRows {
+  struct Copied : Adjacent {
+    static constexpr int64_t stride = kStride * static_cast<int64_t>(sizeof(A));
+    using Adjacent::Adjacent;
+  };
+  struct InRows : Adjacent {
     const int64_t stride;
-    const uint8_t* rows;
-    explicit InRows(const BlockCall& call) : stride(call.a_stride), rows(static_cast<const uint8_t*>(call.a)) {}
-    XOPT_INLINE void next() { rows += 64; }
+    explicit InRows(const BlockCall& call) : Adjacent(call), stride(call.a_stride) {}
   };
   struct InPlace {
     const int64_t stride;
     const uint8_t *base, *rows;
     const int64_t* offset;
+    const int64_t advance;
     explicit InPlace(const BlockCall& call)
         : stride(call.a_stride),
           base(static_cast<const uint8_t*>(call.a)),
-          rows(base + *call.a_offsets),
-          offset(call.a_offsets) {}
-    XOPT_INLINE void next() { rows = base + *++offset; }
+          rows(base + call.a_offsets[first_step(call)]),
+          offset(call.a_offsets + first_step(call)),
+          advance(direction(call)) {}
+    XOPT_INLINE void next() { rows = base + *(offset += advance); }
   };
 
   template <class Between>
@@ -133,7 +142,8 @@ struct TileBlock {
       XOPT_TILE_ZERO(2);
       XOPT_TILE_ZERO(3);
     }
-    const uint8_t* b = call.b;
+    const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
+    const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
     // What stands before the next step's first loads, and after them.
     const auto most_of_step = [&]() __attribute__((always_inline)) {
@@ -155,7 +165,7 @@ struct TileBlock {
     for (int64_t t = 1; t < call.k_tiles; ++t) {
       most_of_step();
       a.next();
-      b += 2 * kTileBytes;
+      b += b_advance;
       XOPT_TILE_STREAM(6, b, 64);
       end_of_step();
       XOPT_TILE_LOAD(4, a.rows, a.stride);
@@ -183,9 +193,10 @@ struct TileBlock {
       XOPT_TILE_ZERO(0);
       XOPT_TILE_ZERO(1);
     }
-    const uint8_t* b = call.b;
+    const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
+    const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
-    for (int64_t t = 0; t < call.k_tiles; ++t, b += 2 * kTileBytes) {
+    for (int64_t t = 0; t < call.k_tiles; ++t, b += b_advance) {
       if (t > 0) a.next();
       XOPT_TILE_LOAD(4, a.rows, a.stride);
       XOPT_TILE_STREAM(6, b, 64);
