@@ -82,6 +82,53 @@ def test_all_panels_and_several_chunks_of_rows(features: int) -> None:
     assert torch.equal(got[: len(by_few)], by_few)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("rows", "features", "columns"),
+    [
+        (420, 1024, 1100),  # rows 2 KB apart, read by so many panels that a copy pays; some chunks of panels
+        (420, 736, 1100),  # rows where they are
+        (1030, 3136, 100),  # k in two blocks, because rows are many
+    ],
+)
+@pytest.mark.parametrize("activation", ["relu", "gelu_erf"])
+def test_weights_that_stay_while_many_rows_pass(rows: int, features: int, columns: int, activation: str) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, features).bfloat16(), torch.randn(columns, features).bfloat16() / features**0.5
+    bias = torch.randn(columns)
+    exact = torch.addmm(bias.double(), x.double(), weight.double().T)
+    exact = exact.relu() if activation == "relu" else torch.nn.functional.gelu(exact)
+    options: dict[str, Any] = {"bias": bias, "activation": activation}
+    got = linear(x, weight, **options)
+    torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=2e-2)
+    assert torch.equal(linear(x, weight, out_dtype=torch.float32, **options).bfloat16(), got)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("zero_point", [None, -1, 117])
+@pytest.mark.parametrize("columns", [24, 64, 330])
+def test_sums_of_int8_round_as_the_general_epilogue_has_them(
+    dtype: torch.dtype, zero_point: int | None, columns: int
+) -> None:
+    torch.manual_seed(columns)
+    limits = torch.iinfo(dtype)
+    x = torch.randint(limits.min, limits.max + 1, (70, 200), dtype=dtype)
+    weight = torch.randint(-128, 128, (columns, 200), dtype=torch.int8)
+    packed = ops.linear_pack_int8(weight, torch.rand(columns) / 100)
+    scale, bias, other = torch.tensor([0.02]), torch.randn(columns), torch.randn(70, columns).bfloat16()
+    zero = None if zero_point is None else torch.tensor([zero_point], dtype=torch.int32)
+    rows = None if zero is None else zero.expand(70)
+
+    def product(scale: Tensor, zero: Tensor | None, **options: Any) -> Tensor:
+        result: Tensor = ops.qlinear(x, scale, zero, packed, columns, bias, out_dtype=torch.bfloat16, **options)
+        return result
+
+    for options in ({}, {"activation": "relu"}, {"binary": "add", "other": other}):
+        # With a scale and a zero point for each row they are no longer the columns' own.
+        assert torch.equal(product(scale, zero, **options), product(scale.expand(70), rows, **options))
+
+
 def test_a_convolution_whose_sums_wait_for_the_next_part_of_k() -> None:
     x, weight = torch.randn(2, 512, 12, 13).bfloat16(), torch.randn(170, 512, 3, 3).bfloat16() / 68
     x = last(x)

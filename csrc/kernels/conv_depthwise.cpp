@@ -136,7 +136,7 @@ class DepthwiseThread {
         epilogue_call_(epilogue_call),
         epilogue_(epilogue),
         plan_(plan),
-        finishes_(std::is_same_v<Value, float> && is_simple(call.epilogue)),
+        finishes_(std::is_same_v<Value, float> && is_simple(call.epilogue, call.epilogue.out_dtype)),
         folds_(finishes_ && call.epilogue.out_dtype != DType::f32 && kFolds<Line, Bf16>),
         halves_(outputs_in_halves()),
         outputs_(halves_ != nullptr ? halves_ : select_outputs<Line>(call.input, call.epilogue, finishes_)),

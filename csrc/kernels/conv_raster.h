@@ -66,9 +66,8 @@ struct RasterPlan {
 // A thread's part of a product.
 template <class Block>
 class RasterThread {
-  using Output = PanelOutput<Raster::Outputs>;
+  using Output = PanelOutput<typename Block::Acc, Raster::Outputs>;
   static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
-  static constexpr bool kFinishesPanels = std::is_same_v<typename Block::Round, Bf16>;
 
  public:
   RasterThread(const GemmCall& call, const Raster& raster, const RasterPlan<Block>& plan, EpilogueFn* epilogue)
@@ -77,7 +76,7 @@ class RasterThread {
         raster_(raster),
         plan_(plan),
         background_(epilogue),
-        finishes_panels_(kFinishesPanels && finishes_simply(call, DType::bf16)),
+        finishes_panels_(Output::finishes(call)),
         output_(call) {}
 
   void compute(Range blocks, Range panels, int64_t weights_end) {
@@ -93,7 +92,7 @@ class RasterThread {
     const Scratch acc(static_cast<size_t>((plan_.k_blocks > 1 ? chunk_blocks * plan_.chunk_panels : 2) * kAccBytes));
     const Scratch offsets(static_cast<size_t>(w_.k_tiles) * sizeof(int64_t));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
-    if (finishes_panels_) output_.begin(panels, columns.as<float>());
+    if (finishes_panels_) output_.begin(panels, columns.as<uint8_t>());
     planes_ = planes.as<uint8_t>();
     acc_ = acc.as<uint8_t>();
     offsets_ = offsets.as<int64_t>();
@@ -173,9 +172,7 @@ class RasterThread {
 
   void run_block(int64_t rows, const BlockCall& call) {
     background_.begin_block();
-    if constexpr (kFinishesPanels) {
-      if (finishes_panels_) return output_.template run<Block>(rows, call, background_);
-    }
+    if (finishes_panels_) return output_.template run<Block>(rows, call, background_);
     Block::run(rows, call, background_);
   }
 
@@ -198,15 +195,13 @@ class RasterThread {
 
   void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel, const BlockCall& call) {
     turn_ ^= 1;
-    if constexpr (kFinishesPanels) {
-      if (finishes_panels_) return output_.defer(static_cast<const float*>(call.acc), outputs, rows, panel);
-    }
+    if (finishes_panels_) return output_.defer(call.acc, outputs, rows, panel);
     const EpilogueStrip done = strips_.next(call_.epilogue, w_, {panel, panel + 1}, call.acc);
     background_.defer_epilogue(&call_, done, rows, call.k_tiles, outputs);
   }
   void finish_epilogue() {
     background_.finish_epilogue();
-    if constexpr (kFinishesPanels) output_.finish();
+    output_.finish();
   }
 
   const GemmCall& call_;

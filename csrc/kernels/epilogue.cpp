@@ -81,7 +81,7 @@ struct PanelSums<int32_t> {
     I acc = load_int(sums + v * kWidth);
     if (a_zero != 0) acc = sub_int(acc, mul_int(set1_int(a_zero), column_sum[v]));
     if (has_zero_points) acc = sub_int(acc, mul_int(set1_int(rest), zero_point[v]));
-    return add(mul(to_float(acc), mul(row_scale, scale[v])), bias[v]);
+    return fma(to_float(acc), mul(row_scale, scale[v]), bias[v]);
   }
 
   const GemmCall& call;

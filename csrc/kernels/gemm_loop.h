@@ -42,8 +42,10 @@ class GemmLoop {
   void run_norm_by_rows() const {
     static Kernel<RowNormFn> norm("row_norm", "f32");
     const int64_t n = call_.weight.n;
-    constexpr int64_t kGroupBytes = 256 << 10;                                            // of fp32 values
-    const int64_t group = maximum<int64_t>(1, kGroupBytes / (n * plan_.block_rows * 4));  // row blocks
+    // Of fp32 values: more where a group's weights come from beyond L2.
+    const bool weights_stay = plan_.weights_stay(call_.weight);
+    const int64_t group_bytes = weights_stay ? 256 << 10 : 768 << 10;
+    const int64_t group = maximum<int64_t>(1, group_bytes / (n * plan_.block_rows * 4));  // row blocks
     EpilogueFn* epilogue = select_epilogue<Block>(norm_input_call(nullptr));
     const int64_t threads = minimum(plan_.max_threads, plan_.row_blocks);
     SharedParts shared(threads, group);
@@ -55,7 +57,8 @@ class GemmLoop {
         for (int64_t b = begin; b < end; b += group) {
           const int64_t last = minimum(b + group, end), first = plan_.first_row(b);
           const Range panels{0, call_.weight.panels};
-          GemmThread<Block>(inner, Merged(inner.a), plan_, epilogue, first).compute({b, last}, panels, panels.end);
+          const int64_t weights_end = weights_stay && b > begin ? 0 : panels.end;
+          GemmThread<Block>(inner, Merged(inner.a), plan_, epilogue, first).compute({b, last}, panels, weights_end);
           norm(call_, scratch.as<float>(), first, int64_t{0}, plan_.first_row(last) - first);
         }
       });

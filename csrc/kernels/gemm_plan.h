@@ -18,9 +18,11 @@ XOPT_INLINE Range share(int64_t total, int64_t parts, int64_t part) {
   return {total * part / parts, total * (part + 1) / parts};
 }
 
+inline constexpr int64_t kSetsOfL1 = 64;  // of 32 KB with 8 ways, of 48 KB with 12
+
 // Of all sets of L1, the most lines that meet in one, of rows of so many bytes that begin `step` bytes apart.
 inline int64_t most_lines_of_a_set(int64_t rows, int64_t bytes, int64_t step) {
-  constexpr int64_t kSets = 64;  // of 32 KB with 8 ways, of 48 KB with 12
+  constexpr int64_t kSets = kSetsOfL1;
   const int64_t lines = minimum(ceil_div(bytes, 64), kSets);
   int8_t more[2 * kSets + 1] = {};  // lines in this set than in the one before; the second half goes on in the first
   for (int64_t row = 0; row < rows; ++row) {
@@ -56,13 +58,16 @@ struct GemmPlan : RowBlocks {
   // Sums of so few products are finished panel by panel: the epilogue of several panels goes row by row, and what it
   // looks up for each row and panel is a tenth of the products (3136 x 64 x 64: 362 to 326 us, fp32).
   static constexpr int64_t kShortSums = 128;
+  // Row blocks that make up for the first one's wait for a chunk's weights; and so many that copies of A, and sums that
+  // wait for the next k block, do not become too many.
+  static constexpr int64_t kManyRowBlocks = 12, kMostKeptRowBlocks = 32;
 
   explicit GemmPlan(const GemmCall& call) : GemmPlan(call, RowBlocks(call.m, Block::kRows, Block::kEvenRows)) {}
   GemmPlan(const GemmCall& call, const RowBlocks& blocks) : RowBlocks(blocks) {
     const PackedWeight& w = call.weight;
     // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
-    k_block_tiles =
-        maximum<int64_t>(1, ceil_div(w.k_tiles, maximum<int64_t>(1, ceil_div(w.k_tiles, Block::kMaxTiles))));
+    const int64_t most_tiles = most_k_block_tiles(w.k_tiles);
+    k_block_tiles = maximum<int64_t>(1, ceil_div(w.k_tiles, maximum<int64_t>(1, ceil_div(w.k_tiles, most_tiles))));
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
     choose_chunks(w.panel_bytes);
     panel_by_panel = !Block::kBackground && w.k_tiles * Block::kTileK <= kShortSums && call.tuning.chunk_panels == 0;
@@ -78,14 +83,32 @@ struct GemmPlan : RowBlocks {
   // Whether a k block's part of a row block's rows, these bytes apart, stays in L1 while panels pass, beside their weights.
   bool rows_stay_in_l1(int64_t step) const { return stay_in_l1(block_rows, row_bytes(), step); }
 
+  // Whether L2 holds all weights beside what passes.
+  bool weights_stay(const PackedWeight& w) const {
+    return w.panels * w.panel_bytes <= (Block::kBackground ? kept_bytes() : most_resident);
+  }
+
+  // Whether lines of a tile's rows, so many bytes apart, all meet in one set of L1 or two.
+  static bool tile_rows_meet(int64_t step) { return step % (kSetsOfL1 / 2 * 64) == 0; }
+
   int64_t k_block_tiles, k_blocks;
   int64_t chunk_blocks, chunk_panels;  // of a chunk: row blocks, panels
   int64_t most_resident;               // bytes of weights that stay in L2 beside all else
   int64_t pass_k_blocks;               // k blocks that a row block goes through before the next has its turn
   bool panel_by_panel;                 // where weights stay in L2
+  bool keeps_weights = false;  // tiles: a chunk's weights stay in L2, rows of A stream; else the other way round
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
  private:
+  // One k block where it can be: sums that wait for the next one are written and read again. But of long ones L2 holds few
+  // panels, and where many rows pass more panels are worth more (2048 x 4096 x 4096 on AMX: 1.07 times as fast). Sums are
+  // added up in the order of k blocks, so it must not depend on the number of threads.
+  int64_t most_k_block_tiles(int64_t k_tiles) const {
+    constexpr int64_t kLong = 96, kMany = 32;
+    return Block::kBackground && k_tiles > kLong && row_blocks >= kMany ? minimum<int64_t>(64, Block::kMaxTiles)
+                                                                        : Block::kMaxTiles;
+  }
+
   void choose_chunks(int64_t panel_bytes) {
     const int64_t l2 = l2_bytes();
     most_resident = l2 / 2;
@@ -120,20 +143,29 @@ struct GemmPlan : RowBlocks {
     const int64_t sum_bytes = k_blocks > 1 ? Block::kRows * kPanelColumns * 4 * chunk_panels : 0;
     chunk_blocks = maximum<int64_t>(1, l2 / 2 / (row_block_bytes() + sum_bytes));
   }
+  static int64_t kept_bytes() { return l2_bytes() * 9 / 16; }
+  int64_t most_kept_panels() const { return maximum<int64_t>(1, kept_bytes() / panel_slice_bytes()); }
   // Of a k block: a panel's weights, and a row block's values in whole tiles.
   int64_t panel_slice_bytes() const { return k_block_tiles * 2 * kTileBytes; }
   int64_t row_block_bytes() const { return Block::kRows * row_bytes(); }
   int64_t row_bytes() const { return k_block_tiles * (kTileBytes / kTileRows); }
 
-  // All of a thread's panels in one chunk, where L2 holds their weights and little has to stay of A. So a row of the output
-  // is written from end to end, and not as much of it as a chunk has columns: stores alone took 4.8 ns a line in place of
-  // 6.0 where rows have 512 bytes, and 4.4 in place of 9.5 where they have 2560.
-  void take_whole_rows(int64_t panels) {
-    const int64_t l2 = l2_bytes();
-    if (panels <= chunk_panels || panels * panel_slice_bytes() > l2 / 2) return;
-    chunk_panels = panels;
-    // Of a chunk's row blocks the first is copied before its products, and not between those of another.
-    chunk_blocks = maximum<int64_t>(4, l2 / 8 / row_block_bytes());
+  // Tiles, where many row blocks pass: as many panels in a chunk as L2 holds beside the rows that stream through. A row of
+  // the output is then written in long pieces, and rows of A in L1 serve the next panel more often (block_amx.h): 1024 x
+  // 3072 x 768 1.15 times as fast, 1024 x 2048 x 5632 1.9 times. So is it where all of a thread's panels fit anyway.
+  void keep_weights(int64_t panels, int64_t row_blocks_of_part) {
+    const int64_t most = most_kept_panels();
+    if (panels <= most && k_blocks == 1) {
+      // Of a chunk's row blocks the first is copied before its products, and not between those of another.
+      if (panels > chunk_panels) chunk_blocks = maximum<int64_t>(4, l2_bytes() / 8 / row_block_bytes());
+      chunk_panels = panels;
+    } else if (row_blocks_of_part >= kManyRowBlocks) {
+      chunk_panels = ceil_div(panels, ceil_div(panels, most));
+      chunk_blocks = kMostKeptRowBlocks;
+    } else {
+      return;
+    }
+    keeps_weights = true;
   }
 
   // The split of threads into rows x panels that is done first, by a rough count of cycles: a block step costs about
@@ -159,8 +191,8 @@ struct GemmPlan : RowBlocks {
     }
     if (tuning.chunk_panels > 0) {
       chunk_panels = minimum<int64_t>(tuning.chunk_panels, kMostStripPanels);
-    } else if (Block::kBackground && k_blocks == 1) {
-      take_whole_rows(ceil_div(panels, grid_panels));
+    } else if (Block::kBackground) {
+      keep_weights(ceil_div(panels, grid_panels), ceil_div(row_blocks, grid_rows));
     }
     if (tuning.chunk_rows == TunedRows::half) chunk_blocks = maximum<int64_t>(1, chunk_blocks / 2);
     if (tuning.chunk_rows == TunedRows::twice) chunk_blocks *= 2;

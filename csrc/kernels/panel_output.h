@@ -1,4 +1,4 @@
-// A panel's sums on their way into bf16 output, some rows at each step of the next panel's products, for the epilogues
+// A panel's sums on their way into output of bf16 (or of floats, as a norm wants its rows), some rows at each step of the next panel's products, for the epilogues
 // that are a few instructions (simple_epilogue.h).
 //
 // Through the epilogue of the family a panel costs a call for each eight rows or more, and what such a call looks up: of
@@ -13,24 +13,88 @@
 
 namespace xopt::XOPT_ISA {
 
+// What a panel's rows have in common, column by column: sums of floats are multiplied by a scale, and a bias is added.
+template <class Acc>
+struct PanelColumns {
+  static constexpr int64_t kVectors = kPanelColumns / kWidth;
+  static constexpr int64_t kBytes = 2 * kPanelColumns * 4;
+
+  static void fill(const GemmCall& call, int64_t panel, uint8_t* to) {
+    auto* values = reinterpret_cast<float*>(to);
+    const int64_t n = call.weight.n, column = panel * kPanelColumns;
+    ColumnValues::spread(call.epilogue.bias, n, column, kPanelColumns, values, 0.0F);
+    ColumnValues::spread(call.epilogue.scale, n, column, kPanelColumns, values + kPanelColumns, 1.0F);
+  }
+
+  explicit PanelColumns(const uint8_t* from) {
+    const auto* values = reinterpret_cast<const float*>(from);
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < kVectors; ++v) {
+      bias[v] = load(values + v * kWidth);
+      scale[v] = load(values + kPanelColumns + v * kWidth);
+    }
+  }
+  XOPT_INLINE F value(const float* sums, int64_t v) const { return fma(load(sums + v * kWidth), scale[v], bias[v]); }
+
+  F bias[kVectors], scale[kVectors];
+};
+
+// From sums of int8, what the zero point of A has added to them is taken off first.
+template <>
+struct PanelColumns<int32_t> {
+  static constexpr int64_t kVectors = kPanelColumns / kWidth;
+  static constexpr int64_t kBytes = 3 * kPanelColumns * 4;
+
+  static void fill(const GemmCall& call, int64_t panel, uint8_t* to) {
+    const Epilogue& e = call.epilogue;
+    const F row_scale = set1(*e.row_scale);
+    const I zero_point = set1_int(e.row_zero_point != nullptr ? *e.row_zero_point : 0);
+    auto* values = reinterpret_cast<float*>(to);
+    auto* offsets = reinterpret_cast<int32_t*>(values + 2 * kPanelColumns);
+    const int64_t column = panel * kPanelColumns;
+    ColumnValues::spread(e.bias, call.weight.n, column, kPanelColumns, values, 0.0F);
+    for (int64_t i = 0; i < kPanelColumns; i += kWidth) {
+      store(values + kPanelColumns + i, mul(row_scale, load(call.weight.scale + column + i)));
+      store_int(offsets + i, mul_int(zero_point, load_int(call.weight.column_sum + column + i)));
+    }
+  }
+
+  explicit PanelColumns(const uint8_t* from) : of_floats(from) {
+    const auto* offsets = reinterpret_cast<const int32_t*>(from) + 2 * kPanelColumns;
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < kVectors; ++v) offset[v] = load_int(offsets + v * kWidth);
+  }
+  XOPT_INLINE F value(const int32_t* sums, int64_t v) const {
+    return fma(to_float(sub_int(load_int(sums + v * kWidth), offset[v])), of_floats.scale[v], of_floats.bias[v]);
+  }
+
+  PanelColumns<float> of_floats;
+  I offset[kVectors];
+};
+
 // Rows of one panel. Outputs: which rows of the product they are (gemm_background.h).
-template <class Outputs>
+template <class Acc, class Outputs>
 class PanelFinish {
   static constexpr bool kInOrder = std::is_same_v<Outputs, RowsInOrder>;
-  // Done at once where rows have to be found: that costs as much as some of them do.
-  static constexpr int64_t kLeastRows = kInOrder ? 1 : 8;
+  // Done at once: what they have in common costs as much as two or three of them (four in place of one or two: 1024 x 768 x
+  // 768 1.07 times as fast), and where they have to be found, as some more.
+  static constexpr int64_t kLeastRows = kInOrder ? 4 : 8;
   static constexpr int64_t kVectors = kPanelColumns / kWidth;
 
  public:
-  // What all panels have in common: `finish`, of the product's row 0 and column 0. Its bias and scale are not looked at.
-  void begin(const Finish<Bf16>& finish) { finish_ = finish; }
+  // What all panels share: `finish`, of the product's row 0 and column 0; its bias and scale are not looked at. `floats`: the
+  // output, where it is of floats.
+  void begin(const Finish<Bf16>& finish, float* floats) {
+    finish_ = finish;
+    floats_ = floats;
+  }
 
-  // A panel whose sums are complete, the product's columns from `column` on. `bias`: theirs, with their scales behind.
+  // A panel whose sums are complete, the product's columns from `column` on; `common`: what PanelColumns tells of them.
   // `ahead`: the output of a panel to come, of as many rows, which is fetched for writing meanwhile, or nullptr.
-  void start(const float* sums, const float* bias, int64_t column, const Outputs& outputs, int64_t rows,
+  void start(const Acc* sums, const uint8_t* common, int64_t column, const Outputs& outputs, int64_t rows,
              const Bf16* ahead) {
     sums_ = sums;
-    bias_ = bias;
+    common_ = common;
     column_ = column;
     outputs_ = outputs;
     ahead_ = ahead;
@@ -61,6 +125,10 @@ class PanelFinish {
 #pragma GCC unroll 4
       for (int64_t v = 0; v < kVectors; v += 2) store_two(p + v * kWidth, x[v], x[v + 1]);
     }
+    XOPT_INLINE void write(float* p, const F (&x)[kVectors]) const {
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < kVectors; ++v) store(p + v * kWidth, x[v]);
+    }
   };
   struct PartOfRow {
     explicit PartOfRow(int64_t columns) {
@@ -69,7 +137,8 @@ class PanelFinish {
       }
     }
     XOPT_INLINE F read(const Bf16* p, int64_t v) const { return load_part(p + v * kWidth, count[v]); }
-    XOPT_INLINE void write(Bf16* p, const F (&x)[kVectors]) const {
+    template <class Out>
+    XOPT_INLINE void write(Out* p, const F (&x)[kVectors]) const {
 #pragma GCC unroll 4
       for (int64_t v = 0; v < kVectors; ++v) store_part(p + v * kWidth, x[v], count[v]);
     }
@@ -87,33 +156,33 @@ class PanelFinish {
 
   // Rows of the panel that follow each other in the product from `row` on.
   XOPT_INLINE void run(int64_t row, int64_t first, int64_t last) {
+    if (floats_ != nullptr) return rows_of_floats(row, first, last);
     if (finish_.columns - column_ < kPanelColumns) return part_of_rows(row, first, last);
-    run_on(WholeRow{}, row, first, last);
+    run_on(WholeRow{}, finish_.out, row, first, last);
   }
   [[gnu::noinline]] void part_of_rows(int64_t row, int64_t first, int64_t last) const {
-    run_on(PartOfRow(finish_.columns - column_), row, first, last);
+    run_on(PartOfRow(finish_.columns - column_), finish_.out, row, first, last);
+  }
+  [[gnu::noinline]] void rows_of_floats(int64_t row, int64_t first, int64_t last) const {
+    if (finish_.columns - column_ >= kPanelColumns) return run_on(WholeRow{}, floats_, row, first, last);
+    run_on(PartOfRow(finish_.columns - column_), floats_, row, first, last);
   }
 
-  template <class Columns>
-  XOPT_INLINE void run_on(const Columns& columns, int64_t row, int64_t first, int64_t last) const {
-    if (finish_.other == nullptr) return rows<false, false>(columns, row, first, last);
-    if (finish_.clamp_last) return rows<true, true>(columns, row, first, last);
-    rows<true, false>(columns, row, first, last);
+  template <class Columns, class Out>
+  XOPT_INLINE void run_on(const Columns& columns, Out* out, int64_t row, int64_t first, int64_t last) const {
+    if (finish_.other == nullptr) return rows<false, false>(columns, out, row, first, last);
+    if (finish_.clamp_last) return rows<true, true>(columns, out, row, first, last);
+    rows<true, false>(columns, out, row, first, last);
   }
 
-  template <bool Adds, bool ClampLast, class Columns>
-  XOPT_INLINE void rows(const Columns& columns, int64_t row, int64_t first, int64_t last) const {
+  template <bool Adds, bool ClampLast, class Columns, class Out>
+  XOPT_INLINE void rows(const Columns& columns, Out* out, int64_t row, int64_t first, int64_t last) const {
     // In registers: as members, places would be written and read again for each row.
     const int64_t out_stride = finish_.out_stride, other_stride = finish_.other_stride;
-    F bias[kVectors], scale[kVectors];
-#pragma GCC unroll 4
-    for (int64_t v = 0; v < kVectors; ++v) {
-      bias[v] = load(bias_ + v * kWidth);
-      scale[v] = load(bias_ + kPanelColumns + v * kWidth);
-    }
+    const PanelColumns<Acc> common(common_);
     const F low = set1(finish_.low), high = set1(finish_.high);
-    const float* sums = sums_ + first * kPanelColumns;
-    Bf16* out = finish_.out + row * out_stride + column_;
+    const Acc* sums = sums_ + first * kPanelColumns;
+    out += row * out_stride + column_;
     const Bf16* other = Adds ? finish_.other + row * other_stride + column_ : nullptr;
     const Bf16* ahead = ahead_ != nullptr ? ahead_ + first * out_stride : nullptr;
     for (int64_t i = first; i < last; ++i, sums += kPanelColumns, out += out_stride) {
@@ -124,7 +193,7 @@ class PanelFinish {
       F x[kVectors];
 #pragma GCC unroll 4
       for (int64_t v = 0; v < kVectors; ++v) {
-        x[v] = fma(load(sums + v * kWidth), scale[v], bias[v]);
+        x[v] = common.value(sums, v);
         if constexpr (Adds && ClampLast) x[v] = add(x[v], columns.read(other, v));
         x[v] = min(high, max(low, x[v]));
         if constexpr (Adds && !ClampLast) x[v] = add(x[v], columns.read(other, v));
@@ -135,7 +204,9 @@ class PanelFinish {
   }
 
   Finish<Bf16> finish_;
-  const float *sums_ = nullptr, *bias_ = nullptr;
+  float* floats_ = nullptr;
+  const Acc* sums_ = nullptr;
+  const uint8_t* common_ = nullptr;
   int64_t column_ = 0;
   Outputs outputs_{};
   int64_t next_ = 0, rows_ = 0, at_once_ = 0, steps_ = -1;
@@ -143,31 +214,39 @@ class PanelFinish {
 };
 
 // The panels of a thread's part, one after the other.
-template <class Outputs = RowsInOrder>
+template <class Acc, class Outputs = RowsInOrder>
 class PanelOutput {
  public:
-  static constexpr int64_t kColumnBytes = 2 * kPanelColumns * 4;  // a panel's bias and scale
+  static constexpr int64_t kColumnBytes = PanelColumns<Acc>::kBytes;  // of a panel
   // From the panel that is finished to the one whose output lines are fetched.
   static constexpr int64_t kPanelsAhead = 4;
 
-  // Of a call that finishes_simply, in bf16.
-  explicit PanelOutput(const GemmCall& call) : e_(call.epilogue), n_(call.weight.n) {}
+  // Whether a call's panels are. What is added is of bf16.
+  static bool finishes(const GemmCall& call) { return finishes_simply(call, DType::bf16, DType::f32); }
+
+  // Of a call whose panels are. `out_row_offset`: the product's row that is row 0 of its output.
+  explicit PanelOutput(const GemmCall& call, int64_t out_row_offset = 0)
+      : call_(call), out_row_offset_(out_row_offset) {}
 
   // Of these panels. `columns`: kColumnBytes for each, which must outlive the part.
-  void begin(Range panels, float* columns) {
+  void begin(Range panels, uint8_t* columns) {
     first_panel_ = panels.begin;
     columns_ = columns;
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel, columns += 2 * kPanelColumns) {
-      ColumnValues::spread(e_.bias, n_, panel * kPanelColumns, kPanelColumns, columns, 0.0F);
-      ColumnValues::spread(e_.scale, n_, panel * kPanelColumns, kPanelColumns, columns + kPanelColumns, 1.0F);
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel, columns += kColumnBytes) {
+      PanelColumns<Acc>::fill(call_, panel, columns);
     }
     EpilogueStrip all{};
-    all.columns = n_;
-    before_.begin(finish_of<Bf16>(e_, all, 0, 0, 0));
+    all.columns = call_.weight.n;
+    const Epilogue& e = call_.epilogue;
+    float* floats = nullptr;
+    if (e.out_dtype == DType::f32) floats = static_cast<float*>(e.out) - out_row_offset_ * e.out_row_stride;
+    before_.begin(finish_of<Bf16>(e, all, 0, -out_row_offset_, 0), floats);
   }
 
+  // Of output of bf16.
   Bf16* place(int64_t row, int64_t panel) const {
-    return static_cast<Bf16*>(e_.out) + row * e_.out_row_stride + panel * kPanelColumns;
+    const Epilogue& e = call_.epilogue;
+    return static_cast<Bf16*>(e.out) + (row - out_row_offset_) * e.out_row_stride + panel * kPanelColumns;
   }
 
   // A block, between whose products the panel before is finished and what stands in the background is done.
@@ -180,9 +259,9 @@ class PanelOutput {
   }
   // A panel whose sums are complete, and stay untouched until the next one's are. `ahead`: the output of one to come, of as
   // many rows, if it is to be fetched, or nullptr.
-  void defer(const float* sums, const Outputs& outputs, int64_t rows, int64_t panel, const Bf16* ahead = nullptr) {
-    before_.start(sums, columns_ + (panel - first_panel_) * 2 * kPanelColumns, panel * kPanelColumns, outputs, rows,
-                  ahead);
+  void defer(const void* sums, const Outputs& outputs, int64_t rows, int64_t panel, const Bf16* ahead = nullptr) {
+    before_.start(static_cast<const Acc*>(sums), columns_ + (panel - first_panel_) * kColumnBytes,
+                  panel * kPanelColumns, outputs, rows, ahead);
   }
   void finish() { before_.rest(); }
 
@@ -191,7 +270,7 @@ class PanelOutput {
   // are done, behind those of the output.
   template <class Background>
   struct Between {
-    PanelFinish<Outputs>& finish;
+    PanelFinish<Acc, Outputs>& finish;
     Background& background;
     XOPT_INLINE void step() {
       finish.step();
@@ -199,11 +278,11 @@ class PanelOutput {
     }
   };
 
-  const Epilogue& e_;
-  const int64_t n_;
-  PanelFinish<Outputs> before_;
+  const GemmCall& call_;
+  const int64_t out_row_offset_;
+  PanelFinish<Acc, Outputs> before_;
   int64_t first_panel_ = 0;
-  const float* columns_ = nullptr;
+  const uint8_t* columns_ = nullptr;
 };
 
 }  // namespace xopt::XOPT_ISA
