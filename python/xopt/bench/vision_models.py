@@ -15,25 +15,28 @@ _STAGES: Any = {"hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 1, 1]}
 _PIXELS = 224  # where a configuration does not tell
 _WORDS = 77  # of a prompt, padded
 _LATENTS = 4
+_CLASSES: Any = {"num_labels": 1000}  # ImageNet's; of the two that are transformers' default, an error is chance
 
 
 def _resnet50(tiny: bool) -> Any:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return ResNetForImageClassification(ResNetConfig(**sizes_if(tiny, embedding_size=32, image_size=32, **_STAGES)))
+    sizes = sizes_if(tiny, embedding_size=32, image_size=32, **_STAGES)
+    return ResNetForImageClassification(ResNetConfig(**_CLASSES, **sizes))
 
 
 def _mobilenet(tiny: bool) -> Any:
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
     sizes = sizes_if(tiny, depth_multiplier=0.35, image_size=32)
-    return MobileNetV2ForImageClassification(MobileNetV2Config(**sizes))
+    return MobileNetV2ForImageClassification(MobileNetV2Config(**_CLASSES, **sizes))
 
 
 def _convnext(tiny: bool) -> Any:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    return ConvNextForImageClassification(ConvNextConfig(**sizes_if(tiny, image_size=32, **_STAGES)))
+    sizes = sizes_if(tiny, image_size=32, **_STAGES)
+    return ConvNextForImageClassification(ConvNextConfig(**_CLASSES, **sizes))
 
 
 def _unet(tiny: bool, divisor: int = 1) -> Any:
