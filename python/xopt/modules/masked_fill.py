@@ -15,7 +15,7 @@ from xopt.graph.symbol import within
 from xopt.modules.substitute import are_plain, in_place_of
 
 
-@in_place_of(torch.masked_fill, torch.Tensor.masked_fill, switch="multiply_activations")
+@in_place_of(torch.masked_fill, torch.Tensor.masked_fill, switch=None)
 def _masked_fill_of_torch(input: Any, mask: Any, value: Any, *rest: Any, **named: Any) -> Any:
     if rest or named or not are_plain(input, mask) or input.dtype not in (torch.bfloat16, torch.float16):
         return NotImplemented

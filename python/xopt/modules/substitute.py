@@ -22,16 +22,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Substitute(NamedTuple):
-    switch: str
+    switch: str | None
     function: Callable[..., Any]
 
 
 _substitutes: dict[Any, _Substitute] = {}
 
 
-def in_place_of(*functions: Any, switch: str) -> Callable[[Function], Function]:
+def in_place_of(*functions: Any, switch: str | None) -> Callable[[Function], Function]:
     """Marks what takes the calls of these functions, with their arguments. It returns NotImplemented for a call that is
-    torch's. `switch`: the name in `Config` that turns it off."""
+    torch's. `switch`: the name in `Config` that turns it off; None for what mends calls that torch would refuse, which
+    a forward that has none of goes without."""
 
     def mark(substitute: Function) -> Function:
         _substitutes.update(dict.fromkeys(functions, _Substitute(switch, substitute)))
@@ -49,7 +50,7 @@ def are_plain(*tensors: Any) -> bool:
 class _State(threading.local):
     is_active = False
     met = False
-    """Whether the forward that runs now, and is not one inside it, has called any of these functions."""
+    """Whether the forward that runs now, and is not one inside it, has called any of these functions to any purpose."""
 
 
 _state = _State()
@@ -65,9 +66,9 @@ class _Mode(TorchFunctionMode):
         if active.recorder is not None:  # a block inside is recorded: patterns look for torch's functions
             return function(*args, **kwargs)
         found = _substitutes.get(function)
-        if found is not None and getattr(self._config, found.switch):
-            _state.met = True
+        if found is not None and (found.switch is None or getattr(self._config, found.switch)):
             result = found.function(*args, **kwargs)
+            _state.met |= found.switch is not None or result is not NotImplemented
             if result is not NotImplemented:
                 return result
         return function(*args, **kwargs)
