@@ -61,7 +61,7 @@ def with_input(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def as_in_xlnet(module: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     scores = torch.einsum("ibnd,jbnd->bnij", a.transpose(0, 1), b.transpose(0, 1)) * 0.1
-    mixed = torch.einsum("bnij,jbnd->ibnd", scores.sigmoid(), c.transpose(0, 1)).transpose(0, 1)
+    mixed = torch.einsum("bnij,jbnd->ibnd", (scores.sigmoid(), c.transpose(0, 1))).transpose(0, 1)
     return mixed + torch.einsum("bih,hnd->bind", a.flatten(-2), module.table)
 
 
@@ -164,6 +164,7 @@ def test_forwards_that_cannot_be_recorded() -> None:
             y = self.one(x)
             weights = (y @ y.mT if float(x.detach().sum()) > 0 else torch.bmm(-y, y.mT)).softmax(-1)
             mixed = torch.einsum("...ij,...jd->...id", weights, y)
+            mixed = mixed + torch.einsum("bij,bjd->bid", (weights, mixed))
             result: Tensor = torch.baddbmm(mixed, weights, y, beta=0.5)
             return result
 

@@ -61,9 +61,10 @@ class FindMatmul(Pattern):
             if _are_matrices(*tensors) and _is_number(beta) and _is_number(alpha):
                 replace(graph, node, baddbmm, tensors, {"beta": float(beta), "alpha": float(alpha)})
         for node in calls(graph, torch.einsum):
-            if len(node.args) == 3 and _are_floating(*node.args[1:]) and _plan_of(*node.args) is not None:
+            equation, factors = node.args[0], _factors(node.args[1:])
+            if len(factors) == 2 and _are_floating(*factors) and _plan_of(equation, *factors) is not None:
                 allow_copies(node)
-                _put(graph, node, einsum, node.args, {})
+                _put(graph, node, einsum, (equation, *factors), {})
 
 
 def _are_floating(*nodes: Any) -> bool:
@@ -169,6 +170,11 @@ class _Plan(NamedTuple):
     out: tuple[int, ...]
 
 
+def _factors(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """They may stand in one argument, as Longformer has them."""
+    return tuple(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+
+
 def _plan_of(equation: Any, left: Any, right: Any) -> _Plan | None:
     """Of two tensors, or their nodes."""
     if not isinstance(equation, str):
@@ -259,7 +265,8 @@ def _baddbmm_of_torch(
 
 
 @in_place_of(torch.einsum, switch=_SWITCH)
-def _einsum_of_torch(equation: Any, *factors: Any, **named: Any) -> Any:
+def _einsum_of_torch(equation: Any, *given: Any, **named: Any) -> Any:
+    factors = _factors(given)
     if named or len(factors) != 2 or not are_plain(*factors) or _plan_of(equation, *factors) is None:
         return NotImplemented
     return einsum(equation, *factors)
