@@ -42,9 +42,9 @@ class GemmLoop {
   void run_norm_by_rows() const {
     static Kernel<RowNormFn> norm("row_norm", "f32");
     const int64_t n = call_.weight.n;
-    // Of fp32 values: more where a group's weights come from beyond L2.
+    // Of fp32 values: more where weights come from beyond L2, once for each group.
     const bool weights_stay = plan_.weights_stay(call_.weight);
-    const int64_t group_bytes = weights_stay ? 256 << 10 : 768 << 10;
+    const int64_t group_bytes = l2_bytes() / 8 * (weights_stay ? 1 : 3);
     const int64_t group = maximum<int64_t>(1, group_bytes / (n * plan_.block_rows * 4));  // row blocks
     EpilogueFn* epilogue = select_epilogue<Block>(norm_input_call(nullptr));
     const int64_t threads = minimum(plan_.max_threads, plan_.row_blocks);
