@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from torch.nn import functional
-from torch.nn.utils import parametrize, prune, weight_norm
+from torch.nn.utils import parametrize, prune
 
 import xopt
 from xopt.modules.packed_parameter import PackedParameter
@@ -337,7 +337,6 @@ def sparse_linear(layout: torch.layout = torch.sparse_coo) -> nn.Linear:
 
 LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own forward": (lambda: Doubled(20, 20), "forward of its own"),
-    "weight_norm": (lambda: weight_norm(nn.Linear(20, 20)), "no parameter of its own"),
     "parametrization": (
         lambda: parametrize.register_parametrization(nn.Linear(20, 20), "weight", nn.Identity()),
         "parametrization",
@@ -369,7 +368,7 @@ def test_left_alone_with_a_reason(name: str) -> None:
     assert not entry.optimized
     assert reason in entry.detail
     assert isinstance(result["plain"].weight, PackedParameter)
-    if name in ("own forward", "weight_norm", "parametrization", "float64"):
+    if name in ("own forward", "parametrization", "float64"):
         dtype = torch.float64 if name == "float64" else torch.float32
         assert result["odd"](torch.randn(2, 20, dtype=dtype)).dtype == dtype
 

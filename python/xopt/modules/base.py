@@ -77,23 +77,23 @@ class Replacement:
         raise NotImplementedError
 
 
-_derived: dict[tuple[type, type], type] = {}
+_derived: dict[tuple[type, type, type | None], type] = {}
 
 
-def derive(replacement: type, source: type, *, below: bool = False) -> type:
+def derive(replacement: type, source: type, *, below: bool = False, before: type | None = None) -> type:
     """The class of a module that was replaced. `below`: a forward that the source class has of its own comes first, and
-    finds the replacement's where it goes on to its base class's."""
-    key = replacement, source
+    finds the replacement's where it goes on to its base class's. `before`: a class that comes before both."""
+    key = replacement, source, before
     if key not in _derived:
         attributes = {
             "__module__": source.__module__,
             "__qualname__": source.__qualname__,
             "__doc__": source.__doc__,
-            "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source, below), _state(self)),
+            "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source, below, before), _state(self)),
         }
         attributes |= getattr(replacement, "attributes", lambda source: {})(source)
         bases = (source, replacement) if below else (replacement, source)
-        _derived[key] = type(source.__name__, bases, attributes)
+        _derived[key] = type(source.__name__, bases if before is None else (before, *bases), attributes)
     return _derived[key]
 
 
@@ -103,9 +103,9 @@ def _state(module: nn.Module) -> Any:
     return module.__dict__ if own_state in (None, getattr(object, "__getstate__", None)) else own_state(module)
 
 
-def _restore(replacement: type, source: type, below: bool) -> nn.Module:
+def _restore(replacement: type, source: type, below: bool, before: type | None = None) -> nn.Module:
     """An empty instance, for pickle and deepcopy: a derived class cannot be found by its name."""
-    derived: Any = derive(replacement, source, below=below)
+    derived: Any = derive(replacement, source, below=below, before=before)
     module: nn.Module = derived.__new__(derived)
     return module
 

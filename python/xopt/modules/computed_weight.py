@@ -2,7 +2,8 @@
 forward from its own (`conv_own_weight.py`).
 
 It is computed and packed once, and again when one of those parameters has changed. The parameters themselves stay as
-they are, and so do the state dict and what `module.weight` gives.
+they are, and so do the state dict and what `module.weight` gives. Where torch's older `torch.nn.utils.weight_norm` or
+`spectral_norm` computes the weight by a hook before each call, the hook is kept apart: it would compute for nobody.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from xopt.modules.base import dtype_name, has_kernels
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
-_COMPUTED = "_xopt_computed_weight"  # in a module's __dict__
+_COMPUTED, _HOOK = "_xopt_computed_weight", "_xopt_weight_hook"  # in a module's __dict__
 
 
 class ComputedWeight:
@@ -59,6 +62,39 @@ class ComputedWeight:
         return type(self)(self._source, self._target, self._layout)
 
 
+class _OfHook(ComputedWeight):
+    def made_from(self, module: Any) -> tuple[torch.Tensor, ...]:
+        held = module._parameters | module._buffers
+        return tuple(held[name] for name in ("weight_g", "weight_v", "weight_orig", "weight_u") if name in held)
+
+    def compute(self, module: Any) -> torch.Tensor:
+        hook = hook_of(module)
+        options = {"do_power_iteration": False} if type(hook) is SpectralNorm else {}
+        weight: torch.Tensor = hook.compute_weight(module, **options)
+        return weight
+
+
+class WithoutHook:
+    """Stands before the class of a module whose weight a hook has computed: it is there without one."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return compute_weight(self)
+
+
+def hook_of(module: nn.Module) -> Any:
+    """The hook of torch's older functions that computes a module's weight, where nobody else has a hook there."""
+    hooks: list[Any] = [*module._forward_pre_hooks.values()]
+    if _HOOK in module.__dict__ or len(hooks) != 1 or type(hooks[0]) not in (WeightNorm, SpectralNorm):
+        return module.__dict__.get(_HOOK)
+    return hooks[0] if hooks[0].name == "weight" and "weight" in module.__dict__ else None
+
+
+def before_class(module: nn.Module) -> type | None:
+    """What has to stand before the class of a module with a computed weight."""
+    return None if hook_of(module) is None else WithoutHook
+
+
 def _state_of(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
     """Differs once somebody has written to the tensor, or put other memory into it."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr(), tensor.dtype
@@ -67,7 +103,7 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
 def is_computed(module: nn.Module) -> bool:
     """Whether the weight, and nothing else, is parametrized, by torch's own means: others may do anything."""
     if not parametrize.is_parametrized(module):
-        return False
+        return hook_of(module) is not None
     made: Any = module.parametrizations
     steps = made["weight"] if list(made) == ["weight"] else ()
     return bool(steps) and all(type(each).__module__ == parametrizations.__name__ for each in steps)
@@ -75,7 +111,8 @@ def is_computed(module: nn.Module) -> bool:
 
 def computed_problem(module: Any) -> str | None:
     """Why such a weight cannot be packed."""
-    tensors = (*module.parametrizations.parameters(), *module.parametrizations.buffers())
+    made_from = module if hook_of(module) is not None else module.parametrizations
+    tensors = (*made_from.parameters(), *made_from.buffers())
     if any(not has_kernels(tensor.device) or tensor.dtype not in FLOATING for tensor in tensors):
         return "its weight is computed from parameters of another device or dtype"
     return None
@@ -85,10 +122,16 @@ def pack_computed(
     module: Any, dtype: torch.dtype | None, kind: type[ComputedWeight] = ComputedWeight, **layout: Any
 ) -> str:
     """`layout`: what `PackedParameter.pack` has to know."""
+    hook = hook_of(module)
     with torch.no_grad():
         source: torch.dtype = module.weight.dtype
-        computed = module.__dict__[_COMPUTED] = kind(source, dtype or source, layout)
+        computed = (kind if hook is None else _OfHook)(source, dtype or source, layout)
+        module.__dict__[_COMPUTED] = computed
         packed = computed.of(module)
+    if hook is not None:
+        module.__dict__[_HOOK] = hook
+        module._forward_pre_hooks.clear()
+        del module.__dict__["weight"]
     if packed is None:
         return "left to torch: the model is being traced"
     return f"packed as {dtype_name(packed.dtype)}, and again whenever what it is computed from changes"

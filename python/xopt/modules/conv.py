@@ -22,7 +22,7 @@ from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules import channels_last
 from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_problem, own_forward, result_dtype
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
-from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
+from xopt.modules.computed_weight import before_class, is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
 from xopt.modules.packed_parameter import PackedParameter, Taps
 from xopt.modules.packed_state import PackedState
@@ -117,8 +117,8 @@ def kind_of(module: nn.Module) -> Any:
 def _derived(module: nn.Module) -> type:
     kind = kind_of(module)
     if own_forward(module, kind):
-        return derive(_BELOW[kind], type(module), below=True)
-    return derive(PackedConv, type(module))
+        return derive(_BELOW[kind], type(module), below=True, before=before_class(module))
+    return derive(PackedConv, type(module), before=before_class(module))
 
 
 def packed_weight(module: nn.Module) -> PackedParameter | None:

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward, result_dtype
-from xopt.modules.computed_weight import weight_of
+from xopt.modules.computed_weight import before_class, weight_of
 from xopt.modules.conv import keeps_channels_last, pack_convolution
 from xopt.modules.folded_norm import folded
 from xopt.modules.packed_parameter import PackedParameter, Taps
@@ -52,7 +52,8 @@ class PackedConvTranspose(Replacement, PackedState, _ConvTransposeNd):
 
     @classmethod
     def replace(cls, module: _ConvTransposeNd, context: Context) -> str:
-        return pack_convolution(module, context, _taps(module), derive(cls, type(module)))
+        packed_class = derive(cls, type(module), before=before_class(module))
+        return pack_convolution(module, context, _taps(module), packed_class)
 
     def forward(self, input: Any, output_size: Any = None) -> torch.Tensor:
         dims = len(self.kernel_size)

@@ -23,7 +23,7 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
-from xopt.modules.computed_weight import is_computed, pack_computed, weight_of
+from xopt.modules.computed_weight import before_class, is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
 from xopt.modules.packed_parameter import PackedParameter, Place
 from xopt.modules.packed_state import PackedState
@@ -62,7 +62,7 @@ class PackedProduct(PackedState):
         `derive`."""
         if is_computed(module):
             detail = pack_computed(module, context.dtype, transposed=cls.transposed)
-            module.__class__ = derive(cls, type(module), below=below)
+            module.__class__ = derive(cls, type(module), below=below, before=before_class(module))
             return detail
         weight = module.weight
         module.__class__ = derive(cls, type(module), below=below)
