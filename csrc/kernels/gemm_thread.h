@@ -55,6 +55,8 @@ class GemmThread {
   static constexpr int64_t kFewRowBlocks = 4;
   // Of tiles whose rows meet in few sets of L1: 1024 x 4096 x 1024 is 1.1 times as fast with a copy.
   static constexpr int64_t kPanelsWorthACopy = 32;
+  // Of a thread's copies of A with tiles, which are kept while all panels pass. 32 row blocks of K = 4096 fit.
+  static constexpr int64_t kMostCopyBytes = 20 << 20;
   using Output = PanelOutput<typename Block::Acc>;
 
  public:
@@ -83,7 +85,7 @@ class GemmThread {
     // A piece has the part's weights in L2 from the piece before.
     const int64_t part_rows = plan_.row_blocks / plan_.grid_rows;
     fetches_ahead_ = Block::kBackground || part_rows < (weights_stay_ ? kFewRowBlocks : kRowBlocksThatHideMisses);
-    const int64_t chunks = ceil_div(rows.size(), plan_.chunk_blocks);
+    const int64_t chunks = ceil_div(rows.size(), most_chunk_blocks());
     const int64_t chunk_blocks = weights_stay_ ? 1 : ceil_div(rows.size(), maximum<int64_t>(1, chunks));
     const bool one_panel = rows.size() == 1 || (weights_stay_ && plan_.panel_by_panel && !finishes_);
     const int64_t chunk_panels = one_panel ? 1 : plan_.chunk_panels;
@@ -135,6 +137,11 @@ class GemmThread {
     return false;
   }
 
+  int64_t most_chunk_blocks() const {
+    if (!Block::kBackground || in_place_.step != 0) return plan_.chunk_blocks;
+    return minimum(plan_.chunk_blocks, maximum<int64_t>(4, kMostCopyBytes / (plan_.k_blocks * kBlockBytes)));
+  }
+
   void panel_chunk() {
     Place place{rows_.begin, 0};
     if (!copied_) defer_copy(place);
@@ -181,7 +188,7 @@ class GemmThread {
       const bool as_is = Block::kIsInt ? w_.zero_point == nullptr : view_.dtype() == DType::bf16;
       if (as_is && w_.k > 0 && w_.k % Block::kTileK == 0) {
         const EvenRows rows = view_.even_rows(call_.m);
-        if (plan_.tile_rows_meet(rows.step) && w_.panels / plan_.grid_panels >= kPanelsWorthACopy) return {};
+        if (plan_.tile_rows_meet(rows.step) && copy_pays()) return {};
         // Tile rows that lie across two cache lines take twice the loads.
         if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
       }
@@ -196,6 +203,10 @@ class GemmThread {
       }
     }
     return {};
+  }
+  bool copy_pays() const {
+    const bool fits = plan_.chunk_blocks * plan_.k_blocks * kBlockBytes <= kMostCopyBytes;
+    return fits && w_.panels / plan_.grid_panels >= kPanelsWorthACopy;
   }
   // Of a row block: a tile reads all of its rows.
   bool in_place(int64_t rb) const {
