@@ -150,6 +150,28 @@ def test_a_cached_function_of_sizes_is_recorded_and_keeps_nothing_of_the_recordi
     assert factor.cache_info().currsize == 2  # those of the source's own calls
 
 
+LIBRARY: dict[str, Any] = {"__name__": "some_library"}
+exec("def look_up(x):\n    global table\n    table = table or [x]\n    return x", LIBRARY)
+look_up: Any = LIBRARY["look_up"]
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_a_library_may_fill_its_tables_when_torch_calls_it(by_torch: bool) -> None:
+    class Calls(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            two = torch.utils._pytree.tree_map(look_up, [2])[0] if by_torch else look_up(2)
+            return super().forward(x * two)
+
+    LIBRARY["table"] = None
+    source = Calls().eval()
+    optimized = xopt.optimize(copy.deepcopy(nn.Sequential(source)).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        result = optimized(X)
+        torch.testing.assert_close(result, source(X))
+    assert LIBRARY["table"] == [2]
+    assert bool(xopt.report(optimized).fusions[0].fused) == by_torch
+
+
 def test_what_is_told_of_garbage_collections_is_not_the_forwards_doing() -> None:
     def count(phase: str, info: dict[str, int]) -> None:
         global calls

@@ -44,13 +44,16 @@ def collector_paused() -> Iterator[None]:
 
 class State:
     """Contents of the modules below a root and of the arguments of its forward, of containers and users' objects that
-    these lead to, of the modules' classes, and of globals that functions called meanwhile name."""
+    these lead to, of the modules' classes, and of globals that the model's own functions name: those of the packages
+    that its modules are of, and what these call themselves. What torch calls meanwhile elsewhere may fill its tables
+    (sympy does when it is first used), which is nobody's result."""
 
     def __init__(self, root: nn.Module, arguments: list[Any]) -> None:
         self._kept: dict[int, _Contents] = {}
         self._classes: dict[type, dict[str, Any]] = {}
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._codes: set[Any] = set()
+        self._packages = {_package(type(module).__module__) for module in root.modules()} - _LIBRARIES
         self._keep_all(_contents_of(arguments))
         for module in root.modules():
             self._keep_all([_Contents(module.__dict__, module)])
@@ -61,13 +64,14 @@ class State:
 
     def see_call(self, frame: FrameType) -> None:
         """A Python function begins: from now on globals that it names may change."""
-        code = frame.f_code
+        code, names, caller = frame.f_code, frame.f_globals, frame.f_back
         if code in self._codes:
             return
-        self._codes.add(code)
-        names = frame.f_globals
-        if _is_library(names.get("__name__", "")):
+        package = _package(names.get("__name__", ""))
+        is_own = package in self._packages or (caller is not None and caller.f_code in self._codes)
+        if package in _LIBRARIES or not is_own:
             return
+        self._codes.add(code)
         for name in code.co_names:
             if name in names:
                 self._globals.setdefault((id(names), name), (names, name, names[name]))
@@ -171,8 +175,12 @@ def _is_of_user(value: Any) -> bool:
     return not (_is_library(kind.__module__) or issubclass(kind, (nn.Module, ModuleType, type)))
 
 
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
+    return _package(module) in _LIBRARIES
 
 
 def _attributes(kind: type) -> dict[str, Any]:
