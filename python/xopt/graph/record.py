@@ -47,6 +47,7 @@ def with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
 
 EFFECT = "effect"  # in the meta of a node that has to stay even where nobody uses its result
 EXAMPLE = "example"  # in a node's meta: its value in the recorded call, and of a tensor only a description
+KIND = "kind"  # in that of a parameter or buffer: its class
 
 
 class Described(NamedTuple):
@@ -85,6 +86,9 @@ def _name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
+_TRANSPOSING: dict[Any, str] = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT")}
+
+
 class _WeightsToo(TorchFunctionMode):
     """Records what a forward does to parameters and buffers alone (Gemma's 1 + weight) as steps of its own.
 
@@ -102,6 +106,8 @@ class _WeightsToo(TorchFunctionMode):
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
+        if function in _TRANSPOSING:
+            return getattr(recorder.symbol_of(args[0]), _TRANSPOSING[function])
         if name == "__get__":  # a dtype, a shape
             return function(*args, **kwargs)
         if is_symbolic(args, kwargs):
@@ -313,7 +319,9 @@ class Recorder:
                 return value  # made of numbers, which are constants as well
             if id(value) not in self._tensors:
                 raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
-            return self._attribute(*self._tensors[id(value)], _described(value))
+            node = self._attribute(*self._tensors[id(value)], _described(value))
+            node.meta[KIND] = type(value)
+            return node
         if isinstance(value, nn.Module):
             return self._attribute(self._paths[id(value)], "", value)
         return value

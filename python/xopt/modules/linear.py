@@ -112,17 +112,17 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 @in_place_of(functional.linear, switch="weights_prepack")
 def _linear_of_torch(input: Any, weight: Any, bias: Any = None) -> Any:
     """Of a forward that takes a layer's weight and calls torch's function itself."""
-    return _by_weight(weight, input, bias) if are_plain(input, bias) else NotImplemented
+    return times_weight(input, weight, bias) if are_plain(input, bias) else NotImplemented
 
 
 def weight_times(weight: Any, columns: torch.Tensor) -> Any:
     """weight @ columns, as a linear layer's result for each of the columns. NotImplemented: for torch."""
-    product = _by_weight(weight, columns.mT, None) if columns.ndim >= 2 else NotImplemented
+    product = times_weight(columns.mT, weight, None) if columns.ndim >= 2 else NotImplemented
     return product if product is NotImplemented else product.mT.contiguous()  # a forward may go on by `view`
 
 
-def _by_weight(weight: Any, input: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """The product with a packed weight alone, whosever it is."""
+def times_weight(input: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> Any:
+    """functional.linear where the weight is packed, whosever it is. NotImplemented: for torch."""
     place = place_of(weight)
     if place is None or weight.ndim != 2 or weight.transposed or is_for_torch(input, bias):
         return NotImplemented
