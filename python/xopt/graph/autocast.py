@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +18,18 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def autocast_dtype_of(kind: str) -> torch.dtype | None:
     """The same, of a type of device."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class _Own(threading.local):
+    depth = 0
+
+
+_own = _Own()
+
+
+def is_own() -> bool:
+    """Whether autocast is on for a model that was optimized to another dtype, and not by its user."""
+    return _own.depth > 0
 
 
 class _Entered:
@@ -35,8 +48,10 @@ class _Entered:
         torch.set_autocast_enabled(kind, True)
         torch.set_autocast_dtype(kind, self._dtype)
         torch.autocast_increment_nesting()
+        _own.depth += 1
 
     def __exit__(self, *problem: object) -> None:
+        _own.depth -= 1
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         enabled, dtype = self._before

@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
+from xopt.graph.autocast import is_own
 from xopt.graph.signature import fill, is_tensor, signature
 from xopt.graph.state import State, collector_paused, left_behind
 from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, named_results, opaque_reads, settings
@@ -87,6 +88,11 @@ def _name(target: Any) -> str:
 
 
 _TRANSPOSING: dict[Any, str] = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT")}
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+in_floats: dict[Any, Callable[..., Any]] = {}
+"""By function: what computes it in fp32 under autocast, where a forward has itself made its first argument fp32."""
 
 
 class _WeightsToo(TorchFunctionMode):
@@ -164,12 +170,23 @@ class Recorder:
             return args[0]
         if kwargs.get("inplace") is True:
             return self.in_place(function, *args, **{**kwargs, "inplace": False})
+        if function in in_floats and is_own() and self._was_widened(args[0] if args else None):
+            function = in_floats[function]
         with torch.no_grad(), torch._C.DisableTorchFunction():
             example = function(*self.examples(args), **self.examples(kwargs))
         name = getattr(function, "__name__", "")
         if getattr(torch.Tensor, name, None) is function:  # also where a parameter stands left of the operator
             return self.record("call_method", name, args, kwargs, example)
         return self.record("call_function", function, args, kwargs, example)
+
+    def _was_widened(self, value: Any) -> bool:
+        """Whether the forward itself asked for this in fp32."""
+        if type(value) is not Symbol or value._node.target not in ("float", "type", "to"):
+            return False
+        source: Any = value._node.args[0]
+        source, result = (node.meta.get(EXAMPLE) for node in (source, value._node))
+        halves = isinstance(source, Described) and source.dtype in _HALVES
+        return halves and isinstance(result, Described) and result.dtype == torch.float32
 
     def call_module(self, module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A function of a module of ours and of more arguments, as one step."""

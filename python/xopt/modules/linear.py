@@ -10,7 +10,8 @@ from torch.fx import Node
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
-from xopt.graph.record import EXAMPLE
+from xopt.graph.autocast import is_own
+from xopt.graph.record import EXAMPLE, in_floats
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import (
     Context,
@@ -30,7 +31,7 @@ from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same
 from xopt.modules.product import finished, fused_arguments, is_for_torch, label, plain_parameters, product_problem, told
-from xopt.modules.substitute import are_plain, in_place_of
+from xopt.modules.substitute import are_plain, in_place_of, was_widened
 from xopt.ops.chain import Part
 from xopt.ops.fakes import FLOATING
 
@@ -112,7 +113,22 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 @in_place_of(functional.linear, switch="weights_prepack")
 def _linear_of_torch(input: Any, weight: Any, bias: Any = None) -> Any:
     """Of a forward that takes a layer's weight and calls torch's function itself."""
-    return times_weight(input, weight, bias) if are_plain(input, bias) else NotImplemented
+    if not are_plain(input, bias):
+        return NotImplemented
+    product = times_weight(input, weight, bias)
+    asks_for_floats = product is NotImplemented and is_own() and was_widened(input)
+    return _linear_in_floats(input, weight, bias) if asks_for_floats else product
+
+
+def _linear_in_floats(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Of a forward that asks for it (routers of mixtures do): a model of bf16 has it so, and autocast would not."""
+    if any(tensor is not None and tensor.dtype != torch.float32 for tensor in (weight, bias)):
+        return functional.linear(input, weight, bias)
+    with torch.autocast(input.device.type, enabled=False):
+        return functional.linear(input, weight, bias)
+
+
+in_floats[functional.linear] = _linear_in_floats
 
 
 def weight_times(weight: Any, columns: torch.Tensor) -> Any:

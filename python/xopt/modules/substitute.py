@@ -8,6 +8,7 @@ these functions runs without the mode, which costs a microsecond for each call t
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,13 +48,32 @@ def are_plain(*tensors: Any) -> bool:
     return all(each is None or (type(each) in (torch.Tensor, nn.Parameter) and not each.is_nested) for each in tensors)
 
 
+_CASTS = (torch.Tensor.float, torch.Tensor.type, torch.Tensor.to)
+
+
+def _widens(source: Any, result: Any) -> bool:
+    halves = isinstance(source, torch.Tensor) and source.dtype in (torch.bfloat16, torch.float16)
+    return halves and type(result) is torch.Tensor and result.dtype == torch.float32
+
+
 class _State(threading.local):
     is_active = False
+
+    def __init__(self) -> None:
+        self.widened: dict[int, weakref.ref[torch.Tensor]] = {}
+        """By id: what the forward that runs now has itself made fp32 of bf16 or fp16."""
+
     met = False
     """Whether the forward that runs now, and is not one inside it, has called any of these functions to any purpose."""
 
 
 _state = _State()
+
+
+def was_widened(tensor: torch.Tensor) -> bool:
+    """Whether the forward that runs now asked for this tensor in fp32."""
+    found = _state.widened.get(id(tensor))
+    return found is not None and found() is tensor
 
 
 class _Mode(TorchFunctionMode):
@@ -71,7 +91,10 @@ class _Mode(TorchFunctionMode):
             _state.met |= found.switch is not None or result is not NotImplemented
             if result is not NotImplemented:
                 return result
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if function in _CASTS and _widens(args[0], result):
+            _state.widened[id(result)] = weakref.ref(result)
+        return result
 
 
 def run_substituted(config: Config, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
@@ -82,8 +105,11 @@ def run_substituted(config: Config, forward: Callable[..., Any], args: Any, kwar
         if was_active:
             result = forward(*args, **kwargs)
         else:
-            with _Mode(config):
-                result = forward(*args, **kwargs)
+            try:
+                with _Mode(config):
+                    result = forward(*args, **kwargs)
+            finally:
+                _state.widened.clear()
         return result, _state.met
     finally:
         _state.met, _state.is_active = outer_met, was_active
