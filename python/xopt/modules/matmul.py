@@ -11,13 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
-from xopt.graph.record import KIND
 from xopt.modules.base import result_dtype
-from xopt.modules.linear import times_weight, weight_times
+from xopt.modules.linear import weight_times
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.pattern import (
     ADD,
@@ -29,7 +27,6 @@ from xopt.modules.pattern import (
     argument,
     calls,
     dtype_of,
-    is_call,
     only_user,
     operands,
     orders,
@@ -46,46 +43,6 @@ _matmul = torch.ops.xopt.matmul.default
 _SWITCH = "multiply_activations"
 _LEAST = 4  # rows, columns or terms: with fewer a product does nothing but read its factors
 _WITH_INPUT = (torch.baddbmm, "baddbmm")
-_EXCHANGES = ({-2, -1}, {0, 1}, {0, -1}, {-2, 1})  # of two dimensions
-
-
-class FindProductsByWeights(Pattern):
-    """Of forwards that take a packed layer's weight and multiply by it themselves."""
-
-    stage: ClassVar[int] = 1
-    switch: ClassVar[str] = "weights_prepack"
-
-    @classmethod
-    def rewrite(cls, graph: Graph) -> None:
-        for node in calls(graph, functional.linear):
-            input, weight, bias = (
-                argument(node, place, name) for place, name in enumerate(("input", "weight", "bias"))
-            )
-            if _is_packed_matrix(weight) and _are_floating(input):
-                replace(graph, node, product_by_weight, (input, weight, bias), {})
-        for node in calls(graph, *MATMUL):
-            weight = _transposed(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
-            if _is_packed_matrix(weight) and _are_matrices(node.args[0]):
-                replace(graph, node, product_by_weight, (node.args[0], weight, None), {})
-
-
-def _transposed(node: Any) -> Any:
-    """The weight that a node is, with its dimensions exchanged."""
-    if is_call(node, "t", torch.t):
-        return node.args[0]
-    if not is_call(node, "transpose", torch.transpose):
-        return None
-    return node.args[0] if {argument(node, 1, "dim0"), argument(node, 2, "dim1")} in _EXCHANGES else None
-
-
-def _is_packed_matrix(node: Any) -> bool:
-    return isinstance(node, Node) and node.meta.get(KIND) is PackedParameter and len(shape_of(node)) == 2
-
-
-@step("linear")
-def product_by_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = times_weight(input, weight, bias)
-    return functional.linear(input, weight, bias) if product is NotImplemented else product
 
 
 class FindMatmul(Pattern):

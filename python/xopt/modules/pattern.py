@@ -131,6 +131,13 @@ def permutation(node: Any) -> tuple[int, ...] | None:
     return tuple(swapped.get(dim, dim) for dim in range(dims))
 
 
+def transposed_matrix(node: Any) -> Any:
+    """The matrix that a node has with its dimensions exchanged; None: it is no such view."""
+    if is_call(node, "t", torch.t):
+        return node.args[0]
+    return node.args[0] if is_call(node, "transpose", torch.transpose) and permutation(node) == (1, 0) else None
+
+
 def is_cast(node: Any) -> bool:
     """Only a change of dtype, whatever way it is written."""
     if is_call(node, "float", "bfloat16", "half", "double", "type_as", "to", "type"):

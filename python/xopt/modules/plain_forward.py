@@ -18,7 +18,7 @@ from torch.nn import functional
 from xopt.graph.record import record
 from xopt.modules.base import derive, own_forward, plain_parameter_problem
 from xopt.modules.block import TensorBlock
-from xopt.modules.pattern import ADD, argument, is_call, operands
+from xopt.modules.pattern import ADD, argument, is_call, operands, transposed_matrix
 
 _MATMUL = (torch.matmul, operator.matmul, "matmul", "__matmul__")
 _KNOWN = frozenset({"weight", "bias"})
@@ -100,7 +100,7 @@ def is_product(result: Any, with_bias: bool) -> bool:
     if not is_call(product, *_MATMUL) or len(product.args) != 2 or product.kwargs:
         return False
     input, weight = product.args
-    return _is_input(input) and _is_transposed_weight(weight) and _is_bias(bias, with_bias)
+    return _is_input(input) and _is_named(transposed_matrix(weight), "weight") and _is_bias(bias, with_bias)
 
 
 def _is_input(node: Any) -> bool:
@@ -113,11 +113,3 @@ def _is_named(node: Any, name: str) -> bool:
 
 def _is_bias(node: Any, wanted: bool) -> bool:
     return _is_named(node, "bias") if wanted else node is None
-
-
-def _is_transposed_weight(node: Any) -> bool:
-    if is_call(node, "t", torch.t):
-        return _is_named(node.args[0], "weight")
-    if not is_call(node, "transpose", torch.transpose) or not _is_named(node.args[0], "weight"):
-        return False
-    return {argument(node, 1, "dim0"), argument(node, 2, "dim1")} in ({-2, -1}, {0, 1}, {0, -1}, {-2, 1})
