@@ -20,6 +20,14 @@ def autocast_dtype_of(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+CASTS = ("float", "to", "type")  # a tensor's methods that change its dtype to fp32, or may
+
+
+def widens(source: torch.dtype, result: torch.dtype) -> bool:
+    """Whether a change of dtype makes fp32 of what autocast computes in."""
+    return source in (torch.bfloat16, torch.float16) and result == torch.float32
+
+
 class _Own(threading.local):
     depth = 0
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
-from xopt.graph.autocast import is_own
+from xopt.graph.autocast import CASTS, is_own, widens
 from xopt.graph.signature import fill, is_tensor, signature
 from xopt.graph.state import State, collector_paused, left_behind
 from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, named_results, opaque_reads, settings
@@ -88,9 +88,6 @@ def _name(target: Any) -> str:
 
 
 _TRANSPOSING: dict[Any, str] = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT")}
-
-
-_HALVES = (torch.bfloat16, torch.float16)
 in_floats: dict[Any, Callable[..., Any]] = {}
 """By function: what computes it in fp32 under autocast, where a forward has itself made its first argument fp32."""
 
@@ -181,12 +178,11 @@ class Recorder:
 
     def _was_widened(self, value: Any) -> bool:
         """Whether the forward itself asked for this in fp32."""
-        if type(value) is not Symbol or value._node.target not in ("float", "type", "to"):
+        if type(value) is not Symbol or value._node.target not in CASTS:
             return False
-        source: Any = value._node.args[0]
-        source, result = (node.meta.get(EXAMPLE) for node in (source, value._node))
-        halves = isinstance(source, Described) and source.dtype in _HALVES
-        return halves and isinstance(result, Described) and result.dtype == torch.float32
+        cast: Any = value._node
+        source, result = (node.meta.get(EXAMPLE) for node in (cast.args[0], cast))
+        return isinstance(source, Described) and isinstance(result, Described) and widens(source.dtype, result.dtype)
 
     def call_module(self, module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A function of a module of ours and of more arguments, as one step."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from xopt.config import Config
+from xopt.graph.autocast import CASTS, widens
 from xopt.graph.record import active
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -48,23 +49,17 @@ def are_plain(*tensors: Any) -> bool:
     return all(each is None or (type(each) in (torch.Tensor, nn.Parameter) and not each.is_nested) for each in tensors)
 
 
-_CASTS = (torch.Tensor.float, torch.Tensor.type, torch.Tensor.to)
-
-
-def _widens(source: Any, result: Any) -> bool:
-    halves = isinstance(source, torch.Tensor) and source.dtype in (torch.bfloat16, torch.float16)
-    return halves and type(result) is torch.Tensor and result.dtype == torch.float32
+_CASTS = frozenset(getattr(torch.Tensor, name) for name in CASTS)
 
 
 class _State(threading.local):
     is_active = False
+    met = False
+    """Whether the forward that runs now, and is not one inside it, has called any of these functions to any purpose."""
 
     def __init__(self) -> None:
         self.widened: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id: what the forward that runs now has itself made fp32 of bf16 or fp16."""
-
-    met = False
-    """Whether the forward that runs now, and is not one inside it, has called any of these functions to any purpose."""
 
 
 _state = _State()
@@ -92,7 +87,7 @@ class _Mode(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         result = function(*args, **kwargs)
-        if function in _CASTS and _widens(args[0], result):
+        if function in _CASTS and type(result) is torch.Tensor and widens(args[0].dtype, result.dtype):
             _state.widened[id(result)] = weakref.ref(result)
         return result
 
