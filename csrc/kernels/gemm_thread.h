@@ -17,6 +17,8 @@
 // the weights of the next chunk are fetched into L2 meanwhile, spread evenly over the k steps; where all panels are one
 // chunk, the next panel's while the first row block passes. (Vector blocks fetch none where many row blocks share them:
 // prefetches in their loops cost more than the first row block's misses.)
+// With AMX and many row blocks it is the other way round (GemmPlan::keeps_weights): a chunk has as many panels as L2 holds,
+// its first row block fetches the next panel's weights, and rows of A stream by.
 // A call with one row block goes panel by panel, so that weights stream in their order in memory.
 #pragma once
 

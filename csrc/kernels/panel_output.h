@@ -1,5 +1,6 @@
-// A panel's sums on their way into output of bf16 (or of floats, as a norm wants its rows), some rows at each step of the next panel's products, for the epilogues
-// that are a few instructions (simple_epilogue.h).
+// A panel's sums on their way into output of bf16 (or of floats, as a norm wants its rows), some rows at each step of the
+// next panel's products, for the epilogues that are a few instructions (simple_epilogue.h). Sums are floats, or integers
+// of a product of int8.
 //
 // Through the epilogue of the family a panel costs a call for each eight rows or more, and what such a call looks up: of
 // 1024 x 640 x 640 on AMX a tenth of the time.
