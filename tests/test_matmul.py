@@ -181,6 +181,7 @@ def test_factors_are_read_where_they_are() -> None:
         assert torch.allclose(result, left.mT @ right, atol=1e-4)
 
 
+@pytest.mark.sanitize  # where tiles are emulated: on their own machine few run this
 @pytest.mark.parametrize("shape", [(3, 200, 70, 90), (1, 700, 300, 129), (50, 17, 16, 33)])
 def test_threads_do_not_change_results(shape: tuple[int, int, int, int], torch_threads: None) -> None:
     pairs, m, n, k = shape

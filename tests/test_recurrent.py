@@ -216,6 +216,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sanitize  # where tiles are emulated: on their own machine few run this
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_results_do_not_depend_on_the_number_of_threads(name: str, dtype: str, torch_threads: None) -> None:

@@ -159,7 +159,7 @@ class RasterThread {
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       call.b = weights(panel, k_tile);
       call.acc = sums(block, panel - panels.begin);
-      call.backwards = panel % 2 == 1;
+      call.backwards = w_.goes_backwards(panel);
       fetch_ahead(block, last ? panel + panels.size() : panel, last ? 0 : k_tile + call.k_tiles, last_panel, &call);
       background_.prefetches.clear();
       if (last && call.k_tiles > 0) {

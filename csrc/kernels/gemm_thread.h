@@ -283,7 +283,7 @@ class GemmThread {
     block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
     block.acc = sums(place.rb, panel);
     block.accumulate = place.kb > 0;
-    block.backwards = panel % 2 == 1;
+    block.backwards = w_.goes_backwards(panel);
     background_.prefetches.clear();
     if (block.k_tiles > 0) {
       if (fetches_ahead_) {

@@ -90,6 +90,7 @@ class MatmulThread {
     pack(data_of<T>(call_.right, pair) + first * call_.right.column_stride, columns);
 
     GemmCall part = part_of(call_, panels_to_be(call_, panel_dtype_, columns, panels_.as<void>()), alphas_);
+    part.weight.first_panel = first / kPanelColumns;
     Epilogue& e = part.epilogue;
     e.out = static_cast<uint8_t*>(call_.out) + (pair * call_.m * call_.n + first) * dtype_size(call_.out_dtype);
     if (call_.other.data != nullptr) {

@@ -336,6 +336,7 @@ PackedWeight PackedWeight::columns(int64_t first, int64_t count) const {
   PackedWeight part = *this;
   part.n = count;
   part.panels = packed_panels(count, gated);
+  part.first_panel += first / kPanelColumns;
   part.panel_data += first / kPanelColumns * panel_bytes;
   if (scale != nullptr) part.scale += first;
   if (column_sum != nullptr) part.column_sum += first;

@@ -53,11 +53,15 @@ struct PackedWeight {
   PackedWeight(const PackedHeader& header, const void* data);
   // Only `count` output columns from `first` on, which begins a panel: one of several weights packed side by side.
   [[nodiscard]] PackedWeight columns(int64_t first, int64_t count) const;
+  // Whether tiles go along k from its end for this panel, as they do for every second one (BlockCall). Sums differ by that
+  // in their last bits, so it must not depend on which of a matrix's columns a thread has been given.
+  [[nodiscard]] bool goes_backwards(int64_t panel) const { return (first_panel + panel) % 2 == 1; }
 
   DType dtype;
   bool gated;
   int64_t n, k;
   int64_t panels;       // number of panels
+  int64_t first_panel = 0;  // of the matrix that these are columns of
   int64_t panel_bytes;  // distance between panels
   int64_t k_tiles;      // tiles along k
   const uint8_t* panel_data;

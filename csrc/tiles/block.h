@@ -2,7 +2,8 @@
 //
 // A block type says how its copy of A looks (element type A, what a value is rounded to, distance of rows) and has
 //   template <class Between> static void run(int64_t rows, const BlockCall& call, Between& between)
-// for 1 <= rows <= kRows, which calls between.step() once for each tile along k. gemm_thread.h does the rest. Blocks of one level and dtype differ only in the instruction that multiplies.
+// for 1 <= rows <= kRows, which calls between.step() once for each tile along k. gemm_thread.h does the rest. Blocks of one
+// level and dtype differ only in the instruction that multiplies.
 #pragma once
 
 #include "tiles/finish.h"
