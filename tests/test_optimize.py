@@ -312,7 +312,7 @@ def test_changing_dtype_afterwards() -> None:
 
 class Doubled(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return 2 * functional.linear(input, self.weight, self.bias)
+        return functional.linear(input, 2 * self.weight, self.bias)
 
 
 class OddParameter(nn.Parameter):

@@ -180,10 +180,9 @@ def _copy(model: Model, dtype: torch.dtype | None, level: str, config: Config) -
     if level != "O0" and not model.training:
         context = Context(dtype)
         for decision in make_plan(model, config, context):
-            is_replaced = decision.replacement is not None and not decision.replacement.keeps_weight
-            weight = decision.module._parameters.get("weight") if is_replaced else None
-            if weight is not None:
-                memo[id(weight)] = weight
+            names = () if decision.replacement is None else decision.replacement.packed_names(decision.module)
+            weights = (decision.module._parameters.get(name) for name in names)
+            memo |= {id(weight): weight for weight in weights if weight is not None}
     for module in model.modules():
         memo |= _copies(module)
     return copy.deepcopy(model, memo)  # without gradients, or TorchScript's copies would be results of the originals

@@ -58,6 +58,10 @@ class PackedExperts(Replacement, PackedState):
         return None
 
     @classmethod
+    def packed_names(cls, module: Any) -> tuple[str, ...]:
+        return _names(module)
+
+    @classmethod
     def replace(cls, module: Any, context: Context) -> str:
         transposed = module.is_transposed
         for name in _names(module):

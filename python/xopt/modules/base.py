@@ -36,12 +36,12 @@ class Context:
     def target(self, weight: torch.Tensor) -> torch.dtype:
         return self.dtype or weight.dtype
 
-    def pack(self, weight: nn.Parameter, transposed: bool = False) -> PackedParameter:
+    def pack(self, weight: nn.Parameter, transposed: bool = False, split: int = 0) -> PackedParameter:
         """The packed parameter, one for all who share this one."""
         packed = self.replaced.get(id(weight))
         if not isinstance(packed, PackedParameter):
             packed = self.replaced[id(weight)] = PackedParameter.pack(
-                weight, self.target(weight), transposed=transposed
+                weight, self.target(weight), transposed=transposed, split=split
             )
         return packed
 
@@ -61,6 +61,8 @@ class Replacement:
     """Whether it can use a weight that another module has packed."""
     on_cpu_only: ClassVar[bool] = False
     """Whether it has kernels for the CPU alone."""
+    comes_last: ClassVar[bool] = False
+    """Whether it is for modules that nothing else takes."""
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
@@ -70,6 +72,11 @@ class Replacement:
     def why_not(cls, module: Any, context: Context) -> str | None:
         """Why this module has to stay as it is, in words for the report; None: it can be replaced."""
         raise NotImplementedError
+
+    @classmethod
+    def packed_names(cls, module: Any) -> tuple[str, ...]:
+        """Those of the source's parameters that others take the place of."""
+        return () if cls.keeps_weight else ("weight",)
 
     @classmethod
     def replace(cls, module: Any, context: Context) -> str:
@@ -91,7 +98,7 @@ def derive(replacement: type, source: type, *, below: bool = False, before: type
             "__doc__": source.__doc__,
             "__reduce_ex__": lambda self, protocol: (_restore, (replacement, source, below, before), _state(self)),
         }
-        attributes |= getattr(replacement, "attributes", lambda source: {})(source)
+        attributes |= getattr(replacement, "_xopt_attributes", lambda source: {})(source)
         bases = (source, replacement) if below else (replacement, source)
         _derived[key] = type(source.__name__, bases if before is None else (before, *bases), attributes)
     return _derived[key]

@@ -203,7 +203,7 @@ class Block(nn.Module):
     """The mixin of a derived class; see `derive`."""
 
     @classmethod
-    def attributes(cls, source: type[nn.Module]) -> dict[str, Any]:
+    def _xopt_attributes(cls, source: type[nn.Module]) -> dict[str, Any]:
         source_forward = source.forward
 
         @functools.wraps(source_forward)
@@ -222,6 +222,12 @@ class Block(nn.Module):
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         self.__dict__[EPOCH] = self.__dict__.get(EPOCH, 0) + 1
+
+
+def source_forward(module: nn.Module) -> Forward:
+    """The forward of the class that a module had before it became a block."""
+    forward: Forward = type(module).forward
+    return forward.__wrapped__ if isinstance(module, Block) else forward  # type: ignore[attr-defined]
 
 
 class TensorBlock(Block):

@@ -137,11 +137,14 @@ class Seen:
 
     def stored(self, tensor: Stored | None) -> Tensor | None:
         """The same by its path."""
-        return None if tensor is None else self.tensor(self._modules[0].get_submodule(tensor.path), tensor.name)
+        return None if tensor is None else self.tensor(self.holder(tensor), tensor.name)
+
+    def holder(self, tensor: Stored) -> nn.Module:
+        return self._modules[0].get_submodule(tensor.path)
 
     def operand(self, tensor: Stored) -> Given | None:
         """One that the operator takes."""
-        module = self._modules[0].get_submodule(tensor.path)
+        module = self.holder(tensor)
         given = self.parameter(module, tensor.name)
         if given is not None:
             self.shapes[given] = tuple(getattr(module, tensor.name).shape)

@@ -17,7 +17,8 @@ from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import ACTIVATIONS
 from xopt.modules.gated_linear import each_gated, gated_product
 from xopt.modules.linear import PackedProduct, linear
-from xopt.modules.packed_parameter import PackedParameter, pack_as_halves
+from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.packed_together import pack_as_halves
 from xopt.modules.pattern import Pattern, argument, dtype_of, is_call, only_user, replace, shape_of, step
 
 

@@ -14,7 +14,8 @@ from xopt.modules.activation import ACTIVATIONS, activation_of
 from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear
-from xopt.modules.packed_parameter import PackedParameter, are_pair, pack_as_pair
+from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.packed_together import are_pair, pack_as_pair
 from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, orders, replace, step, used_only_for
 
 gated_product = torch.ops.xopt.linear_gated.default

@@ -26,7 +26,7 @@ from xopt.modules.base import (
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.computed_weight import before_class, is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
-from xopt.modules.packed_parameter import PackedParameter, Place
+from xopt.modules.packed_parameter import PackedParameter, Place, place_of
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same
@@ -36,15 +36,6 @@ from xopt.ops.chain import Part
 from xopt.ops.fakes import FLOATING
 
 _linear = torch.ops.xopt.linear.default
-
-
-def place_of(weight: Any) -> Place | None:
-    """Where `torch.ops.xopt.linear` finds a weight; None: it is not packed, or not for that operator."""
-    if type(weight) is not PackedParameter:
-        return None
-    place = weight.place
-    others = (place.in_pair, place.gate_half, place.groups, place.gates)
-    return place if all(each is None for each in others) else None
 
 
 class PackedProduct(PackedState):
@@ -115,13 +106,15 @@ def _linear_of_torch(input: Any, weight: Any, bias: Any = None) -> Any:
     """Of a forward that takes a layer's weight and calls torch's function itself."""
     if not are_plain(input, bias):
         return NotImplemented
-    product = times_weight(input, weight, bias)
-    asks_for_floats = product is NotImplemented and is_own() and was_widened(input)
-    return _linear_in_floats(input, weight, bias) if asks_for_floats else product
+    asks_for_floats = is_own() and was_widened(input)
+    return _linear_in_floats(input, weight, bias) if asks_for_floats else times_weight(input, weight, bias)
 
 
 def _linear_in_floats(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Of a forward that asks for it (routers of mixtures do): a model of bf16 has it so, and autocast would not."""
+    product = times_weight(input, weight, bias, out_dtype=torch.float32)
+    if product is not NotImplemented:
+        return product  # type: ignore[no-any-return]
     if any(tensor is not None and tensor.dtype != torch.float32 for tensor in (weight, bias)):
         return functional.linear(input, weight, bias)
     with torch.autocast(input.device.type, enabled=False):
@@ -137,13 +130,34 @@ def weight_times(weight: Any, columns: torch.Tensor) -> Any:
     return product if product is NotImplemented else product.mT.contiguous()  # a forward may go on by `view`
 
 
-def times_weight(input: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> Any:
-    """functional.linear where the weight is packed, whosever it is. NotImplemented: for torch."""
+def times_weight(
+    input: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None,
+    *,
+    turned: bool = False,
+    other: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **after: Any,
+) -> Any:
+    """functional.linear where the weight is packed, whosever it is, with what follows: see `finished`. `turned`: the
+    weight is [in, out]. NotImplemented: for torch."""
     place = place_of(weight)
-    if place is None or weight.ndim != 2 or weight.transposed or is_for_torch(input, bias):
+    if place is None or weight.is_stack or weight.transposed != turned or is_for_torch(input, bias):
         return NotImplemented
+    features = weight.out_features
+    if other is not None and (other.shape[:-1] != input.shape[:-1] or other.shape[-1] != features):
+        return NotImplemented
+    if input.shape[-1:] != (weight.in_features,) or (bias is not None and bias.shape != (features,)):
+        return NotImplemented
+    wide = weight.columns_to_compute
+    if wide == features:
+        options = told(after, input, out_dtype, other=other)
+        return _linear(input, place.packed, features, bias, first_column=place.first_column, **options)
+    bias = None if bias is None else functional.pad(bias, (0, wide - features))
     options = told({}, input, None)
-    return _linear(input, place.packed, weight.shape[0], bias, first_column=place.first_column, **options)
+    product = _linear(input, place.packed, wide, bias, first_column=place.first_column, **options)[..., :features]
+    return finished(product, other=other, out_dtype=out_dtype, **after)
 
 
 def _product(

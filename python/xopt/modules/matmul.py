@@ -35,6 +35,7 @@ from xopt.modules.pattern import (
     step,
 )
 from xopt.modules.product import is_for_torch
+from xopt.modules.product_by_weight import einsum_of, product_of
 from xopt.modules.substitute import are_plain, in_place_of
 from xopt.ops.fakes import FLOATING
 
@@ -245,10 +246,16 @@ def _merged(factor: Tensor, lead: int, rows: int, columns: int) -> Tensor:
 # ---- Forwards that run as they are ----------------------------------------------------------------------------------
 
 
-@in_place_of(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, switch=_SWITCH)
+@in_place_of(
+    *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__),
+    *(torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm),
+    switch=_SWITCH,
+)
 def _matmul_of_torch(left: Any, right: Any, *rest: Any, **named: Any) -> Any:
     if type(left) is PackedParameter and are_plain(right) and not rest and not named:
         return weight_times(left, right)
+    if type(right) is PackedParameter and are_plain(left) and not rest and not named:
+        return product_of(left, right)
     usual = not rest and not named and are_plain(left, right)
     return matmul(left, right) if usual and _is_for_kernel(left, right) else NotImplemented
 
@@ -267,6 +274,10 @@ def _baddbmm_of_torch(
 @in_place_of(torch.einsum, switch=_SWITCH)
 def _einsum_of_torch(equation: Any, *given: Any, **named: Any) -> Any:
     factors = _factors(given)
-    if named or len(factors) != 2 or not are_plain(*factors) or _plan_of(equation, *factors) is None:
+    if named or len(factors) != 2:
+        return NotImplemented
+    if are_plain(factors[0]) and type(factors[1]) is PackedParameter:
+        return einsum_of(equation, *factors)
+    if not are_plain(*factors) or _plan_of(equation, *factors) is None:
         return NotImplemented
     return einsum(equation, *factors)

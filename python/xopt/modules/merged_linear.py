@@ -13,8 +13,9 @@ from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import activation_of
 from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.computed_weight import weight_of
-from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear, linear_call, place_of
-from xopt.modules.packed_parameter import PackedParameter, are_one, pack_as_one
+from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear, linear_call
+from xopt.modules.packed_parameter import PackedParameter, place_of
+from xopt.modules.packed_together import are_one, pack_as_one
 from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
 from xopt.modules.product import told
 from xopt.modules.views import narrowed

@@ -27,9 +27,9 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.chain import Call, Seen, Value, chainable
-from xopt.modules.linear import linear_call, place_of
+from xopt.modules.linear import linear_call
 from xopt.modules.matmul import matmul
-from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.packed_parameter import PackedParameter, place_of
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import is_for_torch

@@ -15,8 +15,9 @@ from xopt.graph.record import EXAMPLE
 from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.computed_weight import weight_of
 from xopt.modules.gated_linear import gated_linear
-from xopt.modules.linear import PackedProduct, has_own_packed_weight, is_output_like, linear, place_of
+from xopt.modules.linear import PackedProduct, has_own_packed_weight, is_output_like, linear
 from xopt.modules.merged_linear import merged_linear
+from xopt.modules.packed_parameter import place_of
 from xopt.modules.pattern import (
     ADD,
     MULTIPLY,

@@ -7,7 +7,7 @@ that is given one works on the unpacked values. Operators that write to it pack 
 
 from __future__ import annotations
 
-import threading
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,13 +16,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from xopt import machine
 from xopt.modules.wide_taps import Wide, narrowed, widened
 
 Tensor = torch.Tensor
-
-
-_packing = threading.Lock()  # several threads may run one model, and whichever comes first packs weights together
 
 
 class Taps(NamedTuple):
@@ -63,6 +59,9 @@ class Place(NamedTuple):
     """The gates of a recurrent layer, whose rows `torch.ops.xopt.recurrent` wants by blocks of units; None: plain."""
     taps: Taps | None = None
     """Of a transposed convolution, whose weight it is; None: of something else."""
+    split: int = 0
+    """Of a weight of three dimensions that is one matrix, how many of them are its first (a projection onto [head,
+    depth] has one); 0: none is."""
 
 
 class PackedParameter(nn.Parameter):
@@ -96,18 +95,32 @@ class PackedParameter(nn.Parameter):
     def out_features(self) -> int:
         if self.is_stack:
             return len(self) * self.stride_in_stack
-        return self.shape[1 if self.transposed else 0]
+        return self._matrix_shape[1 if self.transposed else 0]
 
     @property
     def in_features(self) -> int:
         if self.is_stack:
             return self.shape[1 if self.transposed else 2]
-        return self.shape[0 if self.transposed else 1]
+        return self._matrix_shape[0 if self.transposed else 1]
+
+    @property
+    def _matrix_shape(self) -> tuple[int, int]:
+        split = self.place.split
+        if not split:
+            return self.shape[0], self.shape[1]
+        return math.prod(self.shape[:split]), math.prod(self.shape[split:])
 
     @property
     def is_stack(self) -> bool:
         """Whether it is [matrix, out, in], packed as the columns of one weight: several products' own."""
-        return len(self.shape) == 3 and self.place.groups is None and self.place.taps is None
+        place = self.place
+        return len(self.shape) == 3 and place.groups is None and place.taps is None and not place.split
+
+    @property
+    def columns_to_compute(self) -> int:
+        """How many of them a product has: of one of a stack, whole panels."""
+        features = self.out_features
+        return features if self.place.features == features else _whole_panels(features)
 
     @property
     def stride_in_stack(self) -> int:
@@ -124,12 +137,14 @@ class PackedParameter(nn.Parameter):
         groups: int | None = None,
         gates: int | None = None,
         taps: Taps | None = None,
+        split: int = 0,
     ) -> PackedParameter:
-        rows = _rows(weight, transposed)
-        is_stack = weight.ndim == 3 and groups is None and taps is None
+        rows = rows_of(_as_matrix(weight, split), transposed)
+        is_stack = rows.ndim == 3 and groups is None and taps is None
         features = len(rows) * _whole_panels(rows.shape[1]) if is_stack else len(rows)
         packed = _pack(rows, dtype, groups, gates, taps)
-        return cls(Place(packed, features, groups=groups, gates=gates, taps=taps), weight.shape, dtype, transposed)
+        place = Place(packed, features, groups=groups, gates=gates, taps=taps, split=split)
+        return cls(place, weight.shape, dtype, transposed)
 
     def unpack(self) -> Tensor:
         """The logical weight. While a copy is in use, the same one is given out, so that tied weights stay tied."""
@@ -142,10 +157,11 @@ class PackedParameter(nn.Parameter):
 
     def _unpack(self) -> Tensor:
         values = self._unpack_rows()
-        return values.transpose(-2, -1).contiguous() if self.transposed else values
+        values = values.transpose(-2, -1).contiguous() if self.transposed else values
+        return values.reshape(self.shape) if self.place.split else values
 
     def _unpack_rows(self) -> Tensor:
-        packed, features, first_column, in_pair, gate_half, groups, gates, taps = self.place
+        packed, features, first_column, in_pair, gate_half, groups, gates, taps, _ = self.place
         with torch.no_grad():
             if taps is not None:
                 shape, geometry = taps.packed_shape(self.shape), taps.packed_geometry()
@@ -187,15 +203,26 @@ class PackedParameter(nn.Parameter):
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
         place = self.place
+        rows = rows_of(_as_matrix(weight, place.split), self.transposed)
         with torch.inference_mode(self.is_inference()):  # or it could be changed in place only there
-            packed = _pack(_rows(weight, self.transposed), self.dtype, place.groups, place.gates, place.taps)
+            packed = _pack(rows, self.dtype, place.groups, place.gates, place.taps)
         if self.is_packed_alone:
             self.packed.copy_(packed)
             if not self.packed.is_inference():  # a dispatched operator's own writing is not counted
                 torch.autograd.graph.increment_version(self.packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
-            self.place = Place(packed, self.out_features)
+            self.place = Place(packed, self.out_features, split=place.split)
         self._unpacked = None
+
+    def turned(self) -> PackedParameter:
+        """This matrix, or those of this stack, with rows and columns exchanged, out of the same memory."""
+        *stack, rows, columns = self.shape
+        return PackedParameter(self.place, (*stack, columns, rows), self.dtype, not self.transposed)
+
+    def matrix(self, index: int) -> PackedParameter:
+        """One of a stack's, out of the same memory."""
+        place = self.place._replace(first_column=range(len(self))[index] * self.stride_in_stack)
+        return PackedParameter(place, self.shape[1:], self.dtype, self.transposed)
 
     # ---- What torch asks of a tensor that wraps others ---------------------------------------------------------------
 
@@ -217,6 +244,9 @@ class PackedParameter(nn.Parameter):
             with torch.inference_mode(source.is_inference()):  # torch lets both count their changes together
                 return cls(source.place, source.shape, source.dtype, source.transposed)
         if not func._schema.is_mutable:
+            view = _view(func, *args) if func in _VIEWS and not kwargs else None
+            if view is not None:
+                return view
             args, kwargs = tree_map_only(cls, lambda parameter: parameter.unpack(), (args, kwargs))
             return func(*args, **kwargs)
         # A private copy, so that nobody who holds the shared one sees it change before the values are packed.
@@ -249,6 +279,30 @@ class PackedParameter(nn.Parameter):
         return f"PackedParameter({self.unpack()!r})"
 
 
+_VIEWS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.select.int)
+
+
+def _view(func: Any, of: PackedParameter, *numbers: int) -> PackedParameter | None:
+    """A view of a weight that products can read where it lies; None: it takes the unpacked values."""
+    if place_of(of) is None or type(of.packed) is not Tensor or torch.compiler.is_compiling():
+        return None
+    with torch.inference_mode(of.is_inference()):  # torch lets both count their changes together
+        if func is torch.ops.aten.select.int:
+            return of.matrix(numbers[1]) if of.is_stack and numbers[0] == 0 else None
+        last = [of.ndim - 2, of.ndim - 1]
+        exchanged = not numbers or sorted(number % of.ndim for number in numbers) == last
+        return of.turned() if exchanged and not of.place.split else None
+
+
+def place_of(weight: Any) -> Place | None:
+    """Where `torch.ops.xopt.linear` finds a weight; None: it is not packed, or not for that operator."""
+    if type(weight) is not PackedParameter:
+        return None
+    place = weight.place
+    others = (place.in_pair, place.gate_half, place.groups, place.gates, place.taps)
+    return place if all(each is None for each in others) else None
+
+
 def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | None, taps: Taps | None) -> Tensor:
     with torch.no_grad():
         if taps is not None:
@@ -263,7 +317,7 @@ def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | N
 
 
 def _whole_panels(rows: int) -> int:
-    return -(-rows // _PANEL) * _PANEL
+    return -(-rows // PANEL) * PANEL
 
 
 def _one_below_another(stack: Tensor) -> Tensor:
@@ -282,100 +336,22 @@ def _in_blocks(weight: Tensor, gates: int) -> Tensor:
     rows, columns = weight.shape
     padded = weight.new_zeros((gates, _block_rows(rows, gates) // gates, columns))
     padded[:, : rows // gates] = weight.reshape(gates, rows // gates, columns)
-    return padded.reshape(gates, -1, _PANEL, columns).transpose(0, 1).reshape(-1, columns)
+    return padded.reshape(gates, -1, PANEL, columns).transpose(0, 1).reshape(-1, columns)
 
 
 def _from_blocks(blocks: Tensor, gates: int, rows: int) -> Tensor:
     columns = blocks.shape[1]
-    by_gate = blocks.reshape(-1, gates, _PANEL, columns).transpose(0, 1).reshape(gates, -1, columns)
+    by_gate = blocks.reshape(-1, gates, PANEL, columns).transpose(0, 1).reshape(gates, -1, columns)
     return by_gate[:, : rows // gates].reshape(rows, columns)
 
 
-# ---- Several weights in one ------------------------------------------------------------------------------------------
+def _as_matrix(weight: Tensor, split: int) -> Tensor:
+    return weight.reshape(math.prod(weight.shape[:split]), -1) if split else weight
 
 
-def pack_as_one(parameters: Sequence[PackedParameter]) -> bool:
-    """Lets weights of one input lie side by side, so that one product serves all. False where that cannot be: they
-    belong together with others already, or do not end where panels end."""
-    with _packing:
-        if are_one(parameters):
-            return True
-        sizes = [parameter.out_features for parameter in parameters]
-        if not _can_move(parameters) or any(size % _PANEL for size in sizes[:-1]):
-            return False
-        packed = _packed_together(parameters)
-        first = 0
-        for parameter, size in zip(parameters, sizes, strict=True):
-            parameter.place = Place(packed, sum(sizes), first)
-            first += size
-        machine.give_back_freed_memory()
-        return True
-
-
-def pack_as_pair(gate: PackedParameter, up: PackedParameter) -> bool:
-    """The same for the two weights of a gated pair."""
-    with _packing:
-        if are_pair(gate, up):
-            return True
-        if not _can_move((gate, up)) or gate.out_features != up.out_features:
-            return False
-        packed = _packed_as_pair(*(_rows(parameter.unpack(), parameter.transposed) for parameter in (gate, up)))
-        gate.place = Place(packed, gate.out_features, in_pair=0)
-        up.place = Place(packed, up.out_features, in_pair=1)
-        machine.give_back_freed_memory()
-        return True
-
-
-def pack_as_halves(weight: PackedParameter, gate: int) -> bool:
-    """The same for the two halves of one weight's rows, of which `gate` tells the gate's."""
-    with _packing:
-        if weight.place.gate_half == gate:
-            return True
-        if not weight.is_packed_alone or weight.out_features % 2 != 0:
-            return False
-        halves = _rows(weight.unpack(), weight.transposed).chunk(2)
-        packed = _packed_as_pair(halves[gate], halves[1 - gate])
-        weight.place = Place(packed, weight.out_features, gate_half=gate)
-        del halves
-        machine.give_back_freed_memory()
-        return True
-
-
-@torch.no_grad()
-def _packed_together(parameters: Sequence[PackedParameter]) -> Tensor:
-    together = torch.cat([_rows(parameter.unpack(), parameter.transposed) for parameter in parameters])
-    return torch.ops.xopt.linear_pack(together, dtype=together.dtype)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def _packed_as_pair(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.ops.xopt.linear_pack_gated(gate, up, dtype=gate.dtype)  # type: ignore[no-any-return]
-
-
-def are_one(parameters: Sequence[PackedParameter]) -> bool:
-    packed, first = parameters[0].place.packed, 0
-    for parameter in parameters:
-        place = parameter.place
-        if place.packed is not packed or place.first_column != first or place.in_pair is not None:
-            return False
-        first += parameter.out_features
-    return True
-
-
-def are_pair(gate: PackedParameter, up: PackedParameter) -> bool:
-    return gate.place.packed is up.place.packed and gate.place.in_pair == 0 and up.place.in_pair == 1
-
-
-def _can_move(parameters: Sequence[PackedParameter]) -> bool:
-    first = parameters[0]
-    distinct = len({id(parameter) for parameter in parameters}) == len(parameters)
-    alike = all(each.dtype == first.dtype and each.in_features == first.in_features for each in parameters)
-    return distinct and alike and all(each.is_packed_alone for each in parameters)
-
-
-def _rows(weight: Tensor, transposed: bool) -> Tensor:
+def rows_of(weight: Tensor, transposed: bool) -> Tensor:
     """A logical weight as [out, in], or [matrix, out, in]."""
     return weight.transpose(-2, -1) if transposed else weight
 
 
-_PANEL = 32
+PANEL = 32

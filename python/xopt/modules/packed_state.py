@@ -69,7 +69,7 @@ class PackedState(nn.Module):
 def _repacked(values: torch.Tensor, before: PackedParameter, reads_rows: bool) -> nn.Parameter:
     if values.dtype in FLOATING and _has_kernels(values, before, reads_rows):
         place = before.place
-        kind: dict[str, Any] = {"groups": place.groups, "gates": place.gates, "taps": place.taps}
+        kind: dict[str, Any] = {"groups": place.groups, "gates": place.gates, "taps": place.taps, "split": place.split}
         return PackedParameter.pack(values, values.dtype, transposed=before.transposed, **kind)
     return nn.Parameter(values, requires_grad=False)
 

@@ -18,7 +18,7 @@ from torch import nn
 from xopt import sycl
 from xopt.config import Config
 from xopt.graph.autocast import autocast
-from xopt.modules.block import PROGRAMS, Programs, can_be_block, run
+from xopt.modules.block import PROGRAMS, Block, Programs, can_be_block, is_small, run, source_forward
 from xopt.modules.containers import map_tensors
 from xopt.modules.layout import Layout, image_dims
 from xopt.tuning import ModelTuning
@@ -74,14 +74,14 @@ class RootForward:
             return self._layout.call(self._forward_restored, module, args, kwargs)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return run(module, type(module).forward, args, kwargs)
+        return run(module, source_forward(module), args, kwargs)
 
     def _forward_restored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With results of the source's dtype. A program has that recorded, so that what computes them writes it."""
         return run(module, self._restored, args, kwargs, results=self._source_dtype)
 
     def _restored(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return map_tensors(self._restore_dtype, type(module).forward(module, *args, **kwargs))
+        return map_tensors(self._restore_dtype, source_forward(module)(module, *args, **kwargs))
 
     def _restore_dtype(self, result: torch.Tensor) -> torch.Tensor:
         return result.to(self._source_dtype) if result.dtype == self._dtype else result
@@ -125,7 +125,7 @@ def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, sour
     for another backend, or because it is a block."""
     if isinstance(module.__dict__.get("forward"), RootForward):
         return
-    small = can_be_block(module)
+    small = can_be_block(module) or (isinstance(module, Block) and is_small(module))
     dims = image_dims(module)
     tuned = config.autotune != "off"
     if dtype is None and not small and not dims and not tuned and config.backend == "cpu":

@@ -11,6 +11,7 @@ from torch import nn
 from xopt import modules  # noqa: F401 - finds the replacements
 from xopt.config import Config
 from xopt.modules.base import Context, Replacement, is_quantized
+from xopt.modules.packed_state import PackedState
 
 # As torch has them, these never call their children but read their weights, so a packed one would be unpacked in each
 # call. Replaced, they do call them.
@@ -54,16 +55,19 @@ def _decide(model: nn.Module, config: Config, context: Context) -> Iterator[Deci
 
 
 def _decide_one(path: str, module: nn.Module, untouchable: str | None, config: Config, context: Context) -> Decision:
-    if issubclass(type(module), Replacement):
+    if isinstance(module, Replacement | PackedState):
         return Decision(path, module, None, "it is optimized already")
+    problem = ""
     for replacement in _replacements():
-        if not replacement.is_candidate(module):
+        if (problem and not replacement.comes_last) or not replacement.is_candidate(module):
             continue
         if not getattr(config, replacement.switch):
             return Decision(path, module, None, f"Config({replacement.switch}=False)")
         reason = untouchable or _device_problem(module, replacement) or replacement.why_not(module, context)
-        return Decision(path, module, None if reason else replacement, reason or "")
-    return Decision(path, module, None, "there is nothing to pack; it may be fused with its block")
+        if not reason:
+            return Decision(path, module, replacement)
+        problem = problem or reason
+    return Decision(path, module, None, problem or "there is nothing to pack; it may be fused with its block")
 
 
 def _device_problem(module: nn.Module, replacement: type[Replacement]) -> str | None:
@@ -75,7 +79,8 @@ def _device_problem(module: nn.Module, replacement: type[Replacement]) -> str | 
 
 def _replacements() -> list[type[Replacement]]:
     """Those of the most special classes first."""
-    return sorted(Replacement.__subclasses__(), key=lambda each: (-len(each.source.__mro__), -len(each.__mro__)))
+    key = lambda each: (each.comes_last, -len(each.source.__mro__), -len(each.__mro__))  # noqa: E731
+    return sorted(Replacement.__subclasses__(), key=key)
 
 
 def _find_shared(decisions: list[Decision], context: Context) -> None:
