@@ -200,6 +200,23 @@ def test_bands(dtype: str) -> None:
     )
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("depth", [32, 64, 96, 416])
+@pytest.mark.parametrize("rows", [16, 40, 48, 70])
+def test_queries_where_they_are_and_copies_of_them_are_alike(rows: int, depth: int) -> None:
+    """Tiles are read out of rows that begin with a line of the cache."""
+    merged = random_heads(2 * rows * 3 * 2 * depth, dtype=torch.bfloat16)
+    results = []
+    for first in (0, 1, 32):
+        memory = torch.empty(first + len(merged), dtype=torch.bfloat16)[first:].copy_(merged)
+        query, key, value = memory.view(2, rows, 3, 2, depth).permute(2, 0, 3, 1, 4)
+        results.append(torch.ops.xopt.attention(query, key, value))
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+    expected = F.scaled_dot_product_attention(query.double(), key.double(), value.double()).transpose(1, 2)
+    torch.testing.assert_close(results[0].double(), expected, atol=3e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_several_parts_of_a_head(dtype: str) -> None:
     FAMILY.run_all(

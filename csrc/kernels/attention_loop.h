@@ -11,6 +11,8 @@
 // attention_stream.h reads keys and values once, where they are.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/attention_head.h"
 #include "kernels/attention_pack.h"
 #include "kernels/attention_product.h"
@@ -48,12 +50,17 @@ struct AttentionPlan : RowBlocks {
     if (call.tuning.chunk_rows == TunedRows::twice) parts = ceil_div(parts, 2);
     parts = minimum(parts, row_blocks);
     items = heads * parts;
+    query_step = call.query.row_stride * static_cast<int64_t>(sizeof(typename Block::A));
+    reads_queries = Block::kBackground && call.group == 1 && call.depth % Block::kTileK == 0 && query_step % 64 == 0 &&
+                    stay_in_l1(Block::kRows, depth_tiles * 64, query_step);
   }
 
   int64_t key_block = kKeyBlock, value_panel_bytes;
   int64_t depth_tiles, depth_blocks;  // of the depth: tiles, and blocks of at most kMaxTiles
   int64_t key_panel_bytes, value_panels;
   int64_t threads, parts, items;  // parts of a head's row blocks
+  int64_t query_step;             // bytes from a query to the next, of those that a block multiplies as they are
+  bool reads_queries;             // tiles: out of the queries themselves, with no copy
 };
 
 template <class Block, class T>
@@ -145,14 +152,19 @@ class AttentionThread {
     const Range share_of_rows = share(upcoming_keys_.count, blocks_.size(), block - blocks_.begin);
     prefetch_rows(upcoming_keys_, share_of_rows.begin, share_of_rows.end);
     find_places(call_, rows.begin, rows.size(), places_);
-    copy_queries(head, rows.size());
+    const uint8_t* in_place = queries_in_place(head, rows.size());
+    if (in_place == nullptr) copy_queries(head, rows.size());
     for (int64_t panel = 0; panel < panels; ++panel) {
       for (int64_t k = 0; k < plan_.depth_blocks; ++k) {
         const int64_t tile = k * Block::kMaxTiles;
         const int64_t depth = minimum(Block::kMaxTiles * Block::kTileK, call_.depth - tile * Block::kTileK);
         const uint8_t* keys_panel = keys_ + panel * plan_.key_panel_bytes + tile * 2 * kTileBytes;
-        multiply(rows.size(), count - panel * kPanelColumns, depth,
-                 {queries_ + k * kBlockValues, keys_panel, 0, scores_ + panel * kAccValues, k > 0});
+        BlockCall call{queries_ + k * kBlockValues, keys_panel, 0, scores_ + panel * kAccValues, k > 0};
+        if (in_place != nullptr) {
+          call.a = in_place + tile * 64;
+          call.a_stride = plan_.query_step;
+        }
+        multiply(rows.size(), count - panel * kPanelColumns, depth, call);
       }
     }
     float* sums = sums_of(block);
@@ -171,6 +183,17 @@ class AttentionThread {
     for (int64_t row = 0; row < rows.size(); ++row) {
       prefetch_rows(HeadRows<T>{head.queries(places_[row]), 0, 1, call_.depth}, 0, 1);
     }
+  }
+
+  // Where the row block's queries begin, if tiles can read them there: whole rows of tiles, which begin where lines of the
+  // cache do. Else nullptr.
+  const uint8_t* queries_in_place(const AttentionHead<T>& head, int64_t rows) const {
+    if constexpr (Block::kBackground && std::is_same_v<A, T>) {
+      const auto* first = reinterpret_cast<const uint8_t*>(head.queries(places_[0]));
+      const bool aligned = reinterpret_cast<uintptr_t>(first) % 64 == 0;
+      if (plan_.reads_queries && aligned && rows % kTileRows == 0) return first;
+    }
+    return nullptr;
   }
 
   void copy_queries(const AttentionHead<T>& head, int64_t rows) const {

@@ -60,10 +60,10 @@ struct PackedWeight {
   DType dtype;
   bool gated;
   int64_t n, k;
-  int64_t panels;       // number of panels
+  int64_t panels;           // number of panels
   int64_t first_panel = 0;  // of the matrix that these are columns of
-  int64_t panel_bytes;  // distance between panels
-  int64_t k_tiles;      // tiles along k
+  int64_t panel_bytes;      // distance between panels
+  int64_t k_tiles;          // tiles along k
   const uint8_t* panel_data;
   // int8 only, else nullptr; indexed by packed column: panel * 32 + column of the panel.
   const float* scale;
