@@ -151,6 +151,25 @@ def test_compile_and_export() -> None:
         assert relative_error(exported, expected) < 1e-2
 
 
+class States(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 20)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.layer(x)
+        return {"result": y, "states": (y + 1, [y * 2]), "count": 3}
+
+
+@torch.no_grad()
+def test_compile_of_a_model_that_answers_in_nested_containers() -> None:
+    optimized, x = xopt.optimize(States().eval(), dtype=torch.bfloat16), torch.randn(4, 20)
+    torch._dynamo.reset()
+    expected, compiled = optimized(x), torch.compile(optimized, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(compiled, expected, atol=2e-2, rtol=2e-2)
+    assert compiled["states"][1][0].dtype == torch.float32
+
+
 # ---- The same model -------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,8 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> 
     if isinstance(result, dict):  # transformers' outputs too: writing an item sets the attribute as well
         for key, value in list(result.items()):
             changed = map_tensors(change, value)
-            if changed is not value:
+            made_anew = isinstance(value, (tuple, list))  # which torch.compile cannot compare by identity
+            if made_anew or (isinstance(value, torch.Tensor) and changed is not value):
                 result[key] = changed
         return result
     if isinstance(result, tuple) and hasattr(result, "_fields"):
