@@ -139,10 +139,27 @@ class Stack(nn.Module):
         return self.norm(parts[0] + parts[1] * parts[2])
 
 
-class StackAtOnce(Stack):
+class StackAtOnce(nn.Module):
+    """Of matrices so large that one product for each pays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 2757, IN) / 7)
+        self.down = nn.Parameter(torch.randn(2, 2757, OUT) / 53)
+        self.norm = nn.LayerNorm(OUT)
+
     def forward(self, x: Tensor) -> Any:
-        each = torch.bmm(x.flatten(0, 1).expand(3, -1, -1), self.up.transpose(1, 2))
+        each = torch.bmm(x.flatten(0, 1).expand(2, -1, -1), self.up.transpose(1, 2))
         return self.norm(torch.bmm(each.relu(), self.down).sum(0).unflatten(0, x.shape[:2]))
+
+
+class SmallStackAtOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(3, IN, OUT) / 7)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.bmm(x.flatten(0, 1).expand(3, -1, -1), self.down)[1].unflatten(0, x.shape[:2])
 
 
 class Unrecordable(nn.Module):
@@ -264,15 +281,20 @@ def test_a_parameter_that_takes_the_place_of_a_packed_one_is_used() -> None:
     torch.testing.assert_close(*called, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "name"), [(ByLinear, "down"), (Stack, "up"), (Unrecordable, "weight")])
 @torch.no_grad()
-def test_what_is_changed_in_place_counts() -> None:
-    source: Any = made(ByLinear)
+def test_what_is_changed_in_place_counts(kind: Callable[[], nn.Module], name: str) -> None:
+    source: Any = made(kind)
     optimized: Any = xopt.optimize(source, dtype=torch.float32)
     x = torch.randn(2, 6, IN)
     optimized(x)
-    for model in (source, optimized):
-        model.down.mul_(2)
-    torch.testing.assert_close(optimized(x), source(x), atol=1e-4, rtol=1e-4)
+    kept = getattr(optimized, name)[1].clone()
+    for change in (lambda weight: weight.mul_(2), lambda weight: weight.copy_(torch.randn(weight.shape))):
+        for model in (source, optimized):
+            torch.manual_seed(1)
+            change(getattr(model, name))
+        torch.testing.assert_close(optimized(x), source(x), atol=1e-4, rtol=1e-4)
+        assert not torch.equal(getattr(optimized, name)[1], kept)
 
 
 @torch.no_grad()
@@ -335,7 +357,7 @@ class Narrow(Own):
         return x @ self.down
 
 
-@pytest.mark.parametrize("kind", [BothWays, Scaled, Added, Narrow])
+@pytest.mark.parametrize("kind", [BothWays, Scaled, Added, Narrow, SmallStackAtOnce])
 @torch.no_grad()
 def test_what_is_more_than_a_matrix_stays(kind: Callable[[], nn.Module]) -> None:
     source, x = made(kind), torch.randn(2, 6, IN)
@@ -414,7 +436,7 @@ def test_uses() -> None:
         Elsewhere: {"down": Use(False)},
         Above: {"down": Use(False)},
         Stack: {"up": Use(False, stack=True), "down": Use(True, stack=True)},
-        StackAtOnce: {"up": Use(False, stack=True), "down": Use(True, stack=True)},
+        StackAtOnce: {"up": Use(False, stack=True, at_once=True), "down": Use(True, stack=True, at_once=True)},
         OnePerHead: {"down": Use(True, split=1), "back": Use(False, split=1), "up": Use(True, split=2)},
         BothWays: {},
         Scaled: {},

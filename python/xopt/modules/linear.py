@@ -136,27 +136,28 @@ def times_weight(
     bias: torch.Tensor | None,
     *,
     turned: bool = False,
+    index: int | None = None,
     other: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     **after: Any,
 ) -> Any:
     """functional.linear where the weight is packed, whosever it is, with what follows: see `finished`. `turned`: the
-    weight is [in, out]. NotImplemented: for torch."""
+    weight is [in, out]. `index`: which of a stack it is. NotImplemented: for torch."""
     place = place_of(weight)
-    if place is None or weight.is_stack or weight.transposed != turned or is_for_torch(input, bias):
+    columns = None if place is None else weight.columns(index)
+    if place is None or columns is None or weight.transposed != turned or is_for_torch(input, bias):
         return NotImplemented
-    features = weight.out_features
+    first, features, wide = columns
     if other is not None and (other.shape[:-1] != input.shape[:-1] or other.shape[-1] != features):
         return NotImplemented
     if input.shape[-1:] != (weight.in_features,) or (bias is not None and bias.shape != (features,)):
         return NotImplemented
-    wide = weight.columns_to_compute
     if wide == features:
         options = told(after, input, out_dtype, other=other)
-        return _linear(input, place.packed, features, bias, first_column=place.first_column, **options)
+        return _linear(input, place.packed, features, bias, first_column=first, **options)
     bias = None if bias is None else functional.pad(bias, (0, wide - features))
     options = told({}, input, None)
-    product = _linear(input, place.packed, wide, bias, first_column=place.first_column, **options)[..., :features]
+    product = _linear(input, place.packed, wide, bias, first_column=first, **options)[..., :features]
     return finished(product, other=other, out_dtype=out_dtype, **after)
 
 

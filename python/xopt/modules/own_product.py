@@ -19,6 +19,8 @@ from xopt.modules.packed_state import PackedState
 from xopt.ops.fakes import FLOATING
 
 _LEAST = 16  # rows and columns of a matrix that is worth it
+# Values of a matrix where a product for each of a stack takes less time than packing all in one call (`matmul.py`).
+_LEAST_AT_ONCE = 1 << 17
 
 
 class OwnProducts(PackedState, TensorBlock):
@@ -79,6 +81,8 @@ def _matrices(module: nn.Module) -> dict[str, Use]:
     found = {}
     for name, use in uses_of(type(module)).items():  # type: ignore[arg-type]
         parameter = module._parameters.get(name)
-        if parameter is not None and _may_be_matrix(parameter) and use.fits(parameter.shape):
+        if parameter is None or not _may_be_matrix(parameter) or not use.fits(parameter.shape):
+            continue
+        if not use.at_once or parameter[0].numel() >= _LEAST_AT_ONCE:
             found[name] = use
     return found

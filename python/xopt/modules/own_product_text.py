@@ -32,6 +32,8 @@ class Use(NamedTuple):
     """Whether it is several, [matrix, ...]."""
     split: int = 0
     """Of one of three dimensions, how many are the matrix's first; 0: it has two."""
+    at_once: bool = False
+    """Whether all of a stack are multiplied by in one call."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return len(shape) == (3 if self.stack or self.split else 2)
@@ -135,7 +137,7 @@ def _in_call(call: ast.Call, node: ast.expr, turned: bool, stack: bool) -> Use |
         return Use(turned, stack)
     if name in ("matmul", "mm", "bmm") and count <= 2 and not call.keywords:
         if name == "bmm":
-            return Use(not turned, True) if place == count - 1 else None
+            return Use(not turned, True, at_once=True) if place == count - 1 else None
         return Use((place == count - 1) != turned, stack)
     if name == "addmm" and count in (2, 3) and place == count - 1 and not call.keywords:
         return Use(not turned, stack)

@@ -64,6 +64,13 @@ class Place(NamedTuple):
     depth] has one); 0: none is."""
 
 
+class Columns(NamedTuple):
+    first: int
+    features: int
+    computed: int
+    """How many a product has: whole panels, where others come after them."""
+
+
 class PackedParameter(nn.Parameter):
     place: Place
     transposed: bool
@@ -71,6 +78,8 @@ class PackedParameter(nn.Parameter):
     successor: nn.Parameter | None
     """What took its place when its module moved to another dtype or device; modules that shared it find it here."""
     _unpacked: weakref.ref[Tensor] | None
+    _matrices: dict[int, PackedParameter]
+    """Of a stack, those that somebody asked for."""
 
     def __new__(
         cls, place: Place, shape: Sequence[int], dtype: torch.dtype, transposed: bool = False
@@ -82,6 +91,7 @@ class PackedParameter(nn.Parameter):
         parameter.transposed = transposed
         parameter.successor = None
         parameter._unpacked = None
+        parameter._matrices = {}
         return parameter
 
     def __init__(self, *args: Any) -> None:
@@ -116,11 +126,15 @@ class PackedParameter(nn.Parameter):
         place = self.place
         return len(self.shape) == 3 and place.groups is None and place.taps is None and not place.split
 
-    @property
-    def columns_to_compute(self) -> int:
-        """How many of them a product has: of one of a stack, whole panels."""
-        features = self.out_features
-        return features if self.place.features == features else _whole_panels(features)
+    def columns(self, index: int | None = None) -> Columns | None:
+        """Of the packed weight, those of this matrix, or of one of this stack; None: it is no matrix, or no stack."""
+        if self.is_stack != (index is not None):
+            return None
+        if index is not None:
+            stride = self.stride_in_stack
+            return Columns(range(len(self))[index] * stride, self.shape[2 if self.transposed else 1], stride)
+        place, own = self.place, self.out_features
+        return Columns(place.first_column, own, own if place.features == own else _whole_panels(own))
 
     @property
     def stride_in_stack(self) -> int:
@@ -213,16 +227,28 @@ class PackedParameter(nn.Parameter):
         else:  # the others in there keep their values; a fused step that wants them together packs them again
             self.place = Place(packed, self.out_features, split=place.split)
         self._unpacked = None
+        self._matrices.clear()
 
     def turned(self) -> PackedParameter:
         """This matrix, or those of this stack, with rows and columns exchanged, out of the same memory."""
         *stack, rows, columns = self.shape
-        return PackedParameter(self.place, (*stack, columns, rows), self.dtype, not self.transposed)
+        with torch.inference_mode(self.is_inference()):
+            return PackedParameter(self.place, (*stack, columns, rows), self.dtype, not self.transposed)
 
     def matrix(self, index: int) -> PackedParameter:
         """One of a stack's, out of the same memory."""
-        place = self.place._replace(first_column=range(len(self))[index] * self.stride_in_stack)
-        return PackedParameter(place, self.shape[1:], self.dtype, self.transposed)
+        columns = self.columns(index)
+        assert columns is not None, "one of a stack was asked of a matrix"
+        place = self.place._replace(first_column=columns.first)
+        with torch.inference_mode(self.is_inference()):  # torch lets both count their changes together
+            return PackedParameter(place, self.shape[1:], self.dtype, self.transposed)
+
+    def kept_matrix(self, index: int) -> PackedParameter:
+        """The same one each time: to make it takes as long as a small product."""
+        found = self._matrices.get(index)
+        if found is None or found.packed is not self.packed:
+            found = self._matrices[index] = self.matrix(index)
+        return found
 
     # ---- What torch asks of a tensor that wraps others ---------------------------------------------------------------
 
@@ -286,12 +312,11 @@ def _view(func: Any, of: PackedParameter, *numbers: int) -> PackedParameter | No
     """A view of a weight that products can read where it lies; None: it takes the unpacked values."""
     if place_of(of) is None or type(of.packed) is not Tensor or torch.compiler.is_compiling():
         return None
-    with torch.inference_mode(of.is_inference()):  # torch lets both count their changes together
-        if func is torch.ops.aten.select.int:
-            return of.matrix(numbers[1]) if of.is_stack and numbers[0] == 0 else None
-        last = [of.ndim - 2, of.ndim - 1]
-        exchanged = not numbers or sorted(number % of.ndim for number in numbers) == last
-        return of.turned() if exchanged and not of.place.split else None
+    if func is torch.ops.aten.select.int:
+        return of.matrix(numbers[1]) if of.is_stack and numbers[0] == 0 else None
+    last = [of.ndim - 2, of.ndim - 1]
+    exchanged = not numbers or sorted(number % of.ndim for number in numbers) == last
+    return of.turned() if exchanged and not of.place.split else None
 
 
 def place_of(weight: Any) -> Place | None:

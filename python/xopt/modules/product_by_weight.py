@@ -113,6 +113,8 @@ def _put(graph: Graph, node: Any, input: Node, weight: Node, bias: Any, turned: 
         bias = next(found, None)
         node = node if bias is None else user
     kwargs = {"turned": turned, "out_dtype": dtype_of(node)}
+    if not _is_packed(weight):
+        weight, kwargs["index"] = weight.args  # type: ignore[assignment]
     replace(graph, node, product_by_weight, (input, (weight,), bias), kwargs)
 
 
@@ -143,22 +145,25 @@ def product_by_weight(
     bias: Tensor | None,
     *,
     turned: bool = False,
+    index: int | None = None,
     other: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     **after: Any,
 ) -> Tensor:
-    """`weights`: one, in a tuple, so that chains are told whose it is. `turned`: it is [in, out]."""
+    """`weights`: one, in a tuple, so that chains are told whose it is. `turned`: it is [in, out]. `index`: which of a
+    stack it is."""
     weight = weights[0]
-    product = times_weight(input, weight, bias, turned=turned, other=other, out_dtype=out_dtype, **after)
+    after |= {"other": other, "out_dtype": out_dtype}
+    product = times_weight(input, weight, bias, turned=turned, index=index, **after)
     if product is not NotImplemented:
         return product  # type: ignore[no-any-return]
+    weight = weight if index is None else weight[index]
     product = functional.linear(input, weight.mT if turned else weight, bias)
-    return finished(product, other=other, out_dtype=out_dtype, **after)
+    return finished(product, **after)
 
 
 def _can_be_link(node: Node) -> bool:
-    weights: Any = node.args[1]
-    return weights[0].op == "get_attr" and node.kwargs.get("out_dtype") in FLOATING
+    return node.kwargs.get("out_dtype") in FLOATING
 
 
 @chainable(product_by_weight, where=_can_be_link)
@@ -169,6 +174,7 @@ def _call(
     bias: Value | None,
     *,
     turned: bool = False,
+    index: int | None = None,
     other: Value | None = None,
     out_dtype: torch.dtype,
     **after: Any,
@@ -176,11 +182,14 @@ def _call(
     holder, name = seen.holder(weights[0]), weights[0].name
     weight = holder._parameters.get(name)
     place = place_of(weight)
-    if place is None or type(weight) is not PackedParameter or weight.is_stack or weight.transposed != turned:
+    if place is None or type(weight) is not PackedParameter or weight.transposed != turned:
         return None
-    packed, features = seen.packed(holder, name, place.packed), weight.out_features
+    columns = weight.columns(index)
+    if columns is None or columns.computed != columns.features:
+        return None
+    packed, features = seen.packed(holder, name, place.packed), columns.features
     fused = fused_arguments(after, other)
-    arguments = (input, packed, features, bias, *fused, out_dtype, 1.0, 0, place.first_column, None)
+    arguments = (input, packed, features, bias, *fused, out_dtype, 1.0, 0, columns.first, None)
     return Call("linear", arguments, input, lambda rows: (*rows[:-1], features), alike=other)
 
 
@@ -188,9 +197,8 @@ def _call(
 def products_by_stack(input: Tensor, stack: Tensor, *, turned: bool) -> Tensor:
     """Of each matrix of rows by its own of a stack."""
     if type(stack) is PackedParameter and stack.is_stack and are_plain(input) and len(input) == len(stack):
-        products = [
-            times_weight(rows, stack.matrix(index), None, turned=turned) for index, rows in enumerate(input.unbind())
-        ]
+        rows = enumerate(input.unbind())
+        products = [times_weight(each, stack, None, turned=turned, index=index) for index, each in rows]
         if products and all(product is not NotImplemented for product in products):
             return torch.stack(products)
     return torch.matmul(input, stack if turned else stack.mT)
@@ -260,6 +268,13 @@ def product_of(input: Any, right: Any) -> Any:
     if right.is_stack:
         return products_by_stack(input, right, turned=True) if input.ndim == 3 else NotImplemented
     return times_weight(input, right, None, turned=True) if right.ndim == 2 else NotImplemented
+
+
+@in_place_of(torch.Tensor.__getitem__, switch=None)
+def _one_of_a_stack(stack: Any, index: Any) -> Any:
+    """Sooner than by way of torch's dispatcher."""
+    is_one = type(stack) is PackedParameter and type(index) is int and stack.is_stack and place_of(stack) is not None
+    return stack.kept_matrix(index) if is_one and -len(stack) <= index < len(stack) else NotImplemented
 
 
 @in_place_of(torch.addmm, torch.Tensor.addmm, switch="weights_prepack")
