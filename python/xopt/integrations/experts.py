@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.integrations import moe
 
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, dtype_name, plain_parameter_problem, result_dtype
+from xopt.modules.linear import product_of_columns
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
@@ -23,8 +23,6 @@ from xopt.modules.product import is_for_torch
 from xopt.ops.fakes import FLOATING
 
 _MARKS = frozenset({"has_gate", "has_bias", "is_transposed"})
-
-_linear = torch.ops.xopt.linear.default
 
 
 class _Marked(type):
@@ -121,9 +119,7 @@ def experts(module: Any, hidden_states: torch.Tensor, index: torch.Tensor, weigh
 
 def _product(module: Any, name: str, expert: int, input: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     weight: PackedParameter = module._parameters[name]
-    features, stride = weight.shape[2 if weight.transposed else 1], weight.stride_in_stack
+    columns = weight.columns(expert)
+    assert columns is not None, f"{name} is no stack"  # why_not looks
     bias = module._parameters[f"{name}_bias"][expert] if module.has_bias else None
-    if bias is not None and features < stride:
-        bias = functional.pad(bias, (0, stride - features))
-    result = _linear(input, weight.place.packed, stride, bias, out_dtype=out_dtype, first_column=expert * stride)
-    return result if features == stride else result[:, :features]  # type: ignore[no-any-return]
+    return product_of_columns(input, weight.place, columns, bias, {"out_dtype": out_dtype})

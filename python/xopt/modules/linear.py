@@ -26,7 +26,7 @@ from xopt.modules.base import (
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.computed_weight import before_class, is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
-from xopt.modules.packed_parameter import PackedParameter, Place, place_of
+from xopt.modules.packed_parameter import Columns, PackedParameter, Place, place_of
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same
@@ -147,18 +147,26 @@ def times_weight(
     columns = None if place is None else weight.columns(index)
     if place is None or columns is None or weight.transposed != turned or is_for_torch(input, bias):
         return NotImplemented
-    first, features, wide = columns
-    if other is not None and (other.shape[:-1] != input.shape[:-1] or other.shape[-1] != features):
+    features = columns.features
+    if other is not None and not is_output_like(other, input, features):
         return NotImplemented
     if input.shape[-1:] != (weight.in_features,) or (bias is not None and bias.shape != (features,)):
         return NotImplemented
-    if wide == features:
-        options = told(after, input, out_dtype, other=other)
-        return _linear(input, place.packed, features, bias, first_column=first, **options)
-    bias = None if bias is None else functional.pad(bias, (0, wide - features))
-    options = told({}, input, None)
-    product = _linear(input, place.packed, wide, bias, first_column=first, **options)[..., :features]
+    if other is None or columns.computed == features:
+        return product_of_columns(input, place, columns, bias, told(after, input, out_dtype, other=other))
+    product = product_of_columns(input, place, columns, bias, told({}, input, out_dtype))
     return finished(product, other=other, out_dtype=out_dtype, **after)
+
+
+def product_of_columns(
+    input: torch.Tensor, place: Place, columns: Columns, bias: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """By some of a packed weight's columns; whole panels are computed, and what pads the last is left out."""
+    first, features, computed = columns
+    if computed == features:
+        return _linear(input, place.packed, features, bias, first_column=first, **options)  # type: ignore[no-any-return]
+    bias = None if bias is None else functional.pad(bias, (0, computed - features))
+    return _linear(input, place.packed, computed, bias, first_column=first, **options)[..., :features]  # type: ignore[no-any-return]
 
 
 def _product(
@@ -169,9 +177,9 @@ def _product(
     return _linear(input, place.packed, module.out_features, bias, **options)  # type: ignore[no-any-return]
 
 
-def is_output_like(other: torch.Tensor, input: torch.Tensor, module: PackedProduct) -> bool:
+def is_output_like(other: torch.Tensor, input: torch.Tensor, features: int) -> bool:
     """Whether a tensor has the shape of a product, which it had when the graph was recorded."""
-    return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == module.out_features
+    return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == features
 
 
 @step(label("linear"), writes_any_dtype=True)
@@ -188,18 +196,28 @@ def linear(
     """The step of a recorded graph that calls the module; patterns hand it what follows: see `finished`."""
     place = place_of(weight_of(module))
     bias: torch.Tensor | None = module._parameters["bias"]
-    if place is None or (other is not None and not is_output_like(other, input, module)):
+    if place is None or (other is not None and not is_output_like(other, input, module.out_features)):
         return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return _product(module, place, input, bias, told(after, input, out_dtype, scale=scale, other=other))
 
 
 def linear_call(
-    input: Value, packed: Value, width: int, bias: Value | Part | None, out_dtype: torch.dtype, first_column: int = 0
+    input: Value,
+    packed: Value,
+    width: int,
+    bias: Value | Part | None,
+    out_dtype: torch.dtype,
+    first_column: int = 0,
+    *,
+    scale: Value | Part | None = None,
+    other: Value | None = None,
+    **after: Any,
 ) -> Call:
-    """A chain's call of the operator that has nothing fused."""
-    arguments = (input, packed, width, bias, *fused_arguments({}, None), out_dtype, 1.0, 0, first_column, None)
-    return Call("linear", arguments, input, lambda rows: (*rows[:-1], width))
+    """A chain's call of the operator, with what follows the product: see `finished`."""
+    fused = fused_arguments(after, other)
+    arguments = (input, packed, width, bias, *fused, out_dtype, 1.0, 0, first_column, scale)
+    return Call("linear", arguments, input, lambda rows: (*rows[:-1], width), alike=other)
 
 
 def has_own_packed_weight(module: Node) -> bool:
@@ -231,6 +249,5 @@ def _linear_call(
     out_features = seen.attribute(module, "out_features")
     packed = seen.packed(module, "weight", place.packed)
     scale, bias = fold_seen(seen, module, norm, eps)
-    fused = fused_arguments(after, other)
-    arguments = (input, packed, out_features, bias, *fused, out_dtype, 1.0, 0, place.first_column, scale)
-    return Call("linear", arguments, input, lambda rows: (*rows[:-1], out_features), alike=other)
+    first = place.first_column
+    return linear_call(input, packed, out_features, bias, out_dtype, first, scale=scale, other=other, **after)

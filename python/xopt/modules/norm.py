@@ -287,7 +287,7 @@ def linear_norm(
 ) -> tuple[Tensor, Tensor]:
     place = place_of(weight_of(module))
     alone = place is not None and place.features == module.out_features
-    if place is None or not alone or not is_output_like(residual, input, module):
+    if place is None or not alone or not is_output_like(residual, input, module.out_features):
         total = linear(module, input, binary="add", other=residual, out_dtype=sum_dtype or torch.float32)
         if norm == "layer_norm":
             return layer_norm(total, norm_weight, norm_bias, eps=eps, out_dtype=out_dtype), total

@@ -132,10 +132,12 @@ def permutation(node: Any) -> tuple[int, ...] | None:
 
 
 def transposed_matrix(node: Any) -> Any:
-    """The matrix that a node has with its dimensions exchanged; None: it is no such view."""
+    """The matrix, or stack of them, that a node has with rows and columns exchanged; None: it is no such view."""
     if is_call(node, "t", torch.t):
         return node.args[0]
-    return node.args[0] if is_call(node, "transpose", torch.transpose) and permutation(node) == (1, 0) else None
+    dims = len(shape_of(node))
+    exchanged = (*range(dims - 2), dims - 1, dims - 2)
+    return node.args[0] if is_call(node, "transpose", torch.transpose) and permutation(node) == exchanged else None
 
 
 def is_cast(node: Any) -> bool:

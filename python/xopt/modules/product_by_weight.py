@@ -16,7 +16,7 @@ from xopt.graph.record import KIND
 from xopt.modules.base import result_dtype
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.fused_linear import fuse_activations, fuse_binary
-from xopt.modules.linear import times_weight
+from xopt.modules.linear import linear_call, times_weight
 from xopt.modules.packed_parameter import PackedParameter, place_of
 from xopt.modules.pattern import (
     ADD,
@@ -30,13 +30,12 @@ from xopt.modules.pattern import (
     is_of_weights,
     only_user,
     orders,
-    permutation,
     replace,
     shape_of,
     step,
     transposed_matrix,
 )
-from xopt.modules.product import finished, fused_arguments, label
+from xopt.modules.product import finished, label
 from xopt.modules.substitute import are_plain, in_place_of
 from xopt.ops.fakes import FLOATING
 
@@ -81,7 +80,7 @@ class FuseProductsByWeights(Pattern):
 def _replace_product(graph: Graph, node: Node, input: Any, right: Any, bias: Any) -> None:
     if dtype_of(input) not in FLOATING or len(shape_of(input)) < 2:
         return
-    weight = _turned_back(right)
+    weight = transposed_matrix(right)
     matrix = right if weight is None else weight
     if _is_packed_matrix(matrix) and (bias is None or _is_bias(bias, node)):
         _put(graph, node, input, matrix, bias, turned=weight is None)
@@ -96,13 +95,6 @@ def _replace_einsum(graph: Graph, node: Node, equation: Any, input: Any, weight:
     elif matrix is not None:
         allow_copies(node)
         replace(graph, node, einsum_by_weight, (equation, input, weight), {})
-
-
-def _turned_back(node: Any) -> Any:
-    """The matrix, or stack of them, whose rows and columns are exchanged here; None: that is not so."""
-    if is_call(node, "transpose", torch.transpose) and permutation(node) == (0, 2, 1):
-        return node.args[0]
-    return transposed_matrix(node)
 
 
 def _put(graph: Graph, node: Any, input: Node, weight: Node, bias: Any, turned: bool) -> None:
@@ -146,14 +138,11 @@ def product_by_weight(
     *,
     turned: bool = False,
     index: int | None = None,
-    other: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     **after: Any,
 ) -> Tensor:
     """`weights`: one, in a tuple, so that chains are told whose it is. `turned`: it is [in, out]. `index`: which of a
     stack it is."""
     weight = weights[0]
-    after |= {"other": other, "out_dtype": out_dtype}
     product = times_weight(input, weight, bias, turned=turned, index=index, **after)
     if product is not NotImplemented:
         return product  # type: ignore[no-any-return]
@@ -175,7 +164,6 @@ def _call(
     *,
     turned: bool = False,
     index: int | None = None,
-    other: Value | None = None,
     out_dtype: torch.dtype,
     **after: Any,
 ) -> Call | None:
@@ -187,10 +175,8 @@ def _call(
     columns = weight.columns(index)
     if columns is None or columns.computed != columns.features:
         return None
-    packed, features = seen.packed(holder, name, place.packed), columns.features
-    fused = fused_arguments(after, other)
-    arguments = (input, packed, features, bias, *fused, out_dtype, 1.0, 0, columns.first, None)
-    return Call("linear", arguments, input, lambda rows: (*rows[:-1], features), alike=other)
+    packed = seen.packed(holder, name, place.packed)
+    return linear_call(input, packed, columns.features, bias, out_dtype, columns.first, **after)
 
 
 @step("linear")

@@ -79,8 +79,10 @@ def _device_problem(module: nn.Module, replacement: type[Replacement]) -> str | 
 
 def _replacements() -> list[type[Replacement]]:
     """Those of the most special classes first."""
-    key = lambda each: (each.comes_last, -len(each.source.__mro__), -len(each.__mro__))  # noqa: E731
-    return sorted(Replacement.__subclasses__(), key=key)
+    return sorted(
+        Replacement.__subclasses__(),
+        key=lambda each: (each.comes_last, -len(each.source.__mro__), -len(each.__mro__)),
+    )
 
 
 def _find_shared(decisions: list[Decision], context: Context) -> None:
