@@ -41,7 +41,7 @@ template <class Block>
 class Strips {
  public:
   // Of these panels, the sums of each after those of the last.
-  EpilogueStrip next(const Epilogue& e, const PackedWeight& w, Range panels, const void* acc) {
+  EpilogueStrip next(const Epilogue& e, const PackedWeight& w, Range panels, void* acc) {
     const int64_t width = w.gated ? kTileColumns : kPanelColumns;
     EpilogueStrip strip{};
     strip.acc = acc;

@@ -136,10 +136,10 @@ class DepthwiseThread {
         epilogue_call_(epilogue_call),
         epilogue_(epilogue),
         plan_(plan),
-        finishes_(std::is_same_v<Value, float> && is_simple(call.epilogue, call.epilogue.out_dtype)),
-        folds_(finishes_ && call.epilogue.out_dtype != DType::f32 && kFolds<Line, Bf16>),
+        finishes_(finishes_in_registers<Line>(call.epilogue)),
+        folds_(finishes_ && kFolds<Line>),
         halves_(outputs_in_halves()),
-        outputs_(halves_ != nullptr ? halves_ : select_outputs<Line>(call.input, call.epilogue, finishes_)),
+        outputs_(halves_ != nullptr ? halves_ : select_outputs<Line>(call.input, finishes_)),
         sums_(static_cast<size_t>(finishes_ ? 0 : plan.chunk * plan.strip_rows) * sizeof(Value)),
         weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
         starts_(static_cast<size_t>(folds_ ? plan.chunk : 0) * sizeof(float)),
@@ -213,7 +213,7 @@ class DepthwiseThread {
   OutputsFn<Line>* outputs_in_halves() const {
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
     if constexpr (std::is_same_v<Line, Bf16>) {
-      if (call_.weight.dtype == DType::bf16) return select_halves(v_, call_.epilogue, finishes_);
+      if (call_.weight.dtype == DType::bf16) return select_halves(v_, finishes_);
     }
 #endif
     return nullptr;

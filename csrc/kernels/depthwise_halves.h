@@ -163,7 +163,7 @@ alignas(64) inline constexpr int64_t kEighthsInOrder[] = {0, 4, 1, 5, 2, 6, 3, 7
 XOPT_INLINE void finish_halves(const Finish<Bf16>& f, int64_t rows, int64_t column, F (&low)[kOutputs],
                                F (&high)[kOutputs]) {
   F low_bias = set1(0.0F), high_bias = low_bias, low_scale = set1(1.0F), high_scale = low_scale;
-  if constexpr (!kFolds<Bf16, Bf16>) {
+  if constexpr (!kFolds<Bf16>) {
     low_bias = load(f.bias + column);
     high_bias = load(f.bias + column + kWidth);
     to_halves(low_bias, high_bias);
@@ -183,7 +183,7 @@ XOPT_INLINE void finish_halves(const Finish<Bf16>& f, int64_t rows, int64_t colu
   for (int64_t r = 0; r < kOutputs; ++r, out += f.out_stride) {
     asm("" : "+r"(out));
     F x = low[r], y = high[r];
-    if constexpr (!kFolds<Bf16, Bf16>) {
+    if constexpr (!kFolds<Bf16>) {
       x = fma(x, low_scale, low_bias);
       y = fma(y, high_scale, high_bias);
     }
@@ -196,13 +196,13 @@ XOPT_INLINE void finish_halves(const Finish<Bf16>& f, int64_t rows, int64_t colu
   }
 }
 
-template <class Out>
-XOPT_INLINE void finish_in_order(const Finish<Out>& f, int64_t rows, int64_t column, F (&low)[kOutputs],
+// Where something is.
+XOPT_INLINE void finish_in_order(const Finish<Bf16>& f, int64_t rows, int64_t column, F (&low)[kOutputs],
                                  F (&high)[kOutputs]) {
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r) to_order(low[r], high[r]);
-  finish_rows<!kFolds<Bf16, Out>>(f, column, low, rows);
-  finish_rows<!kFolds<Bf16, Out>>(f, column + kWidth, high, rows);
+  finish_rows<!kFolds<Bf16>>(f, column, low, rows);
+  finish_rows<!kFolds<Bf16>>(f, column + kWidth, high, rows);
 }
 
 // Sums for an epilogue of its own.
@@ -231,11 +231,11 @@ void store_halves(const OutputsCall<Bf16>& call) {
   }
 }
 
-template <int64_t K, int64_t S, class Out>
+template <int64_t K, int64_t S>
 void finish_outputs_halves(const OutputsCall<Bf16>& call) {
-  Finish<Out> finish = finish_of<Out>(*call.epilogue, *call.strip, call.row, call.row, 0);
-  Out* const out = finish.out;
-  const Out* const other = finish.other;
+  Finish<Bf16> finish = finish_of<Bf16>(*call.epilogue, *call.strip, call.row, call.row, 0);
+  Bf16* const out = finish.out;
+  const Bf16* const other = finish.other;
   const int64_t rows = minimum(call.outputs, kOutputs);
   for (int64_t w = 0; w < call.outputs; w += kOutputs) {
     const int64_t first = first_of_eight(w, call.outputs);
@@ -245,37 +245,27 @@ void finish_outputs_halves(const OutputsCall<Bf16>& call) {
     for (int64_t c = 0; c < call.columns; c += kTwoVectors) {
       F low[kOutputs], high[kOutputs];
       if (c + kWidth >= call.columns) {  // of one vector
-        sum_outputs<K, S, kFolds<Bf16, Out>>(call, outputs, c, low);
-        finish_rows<!kFolds<Bf16, Out>>(finish, c, low, rows);
+        sum_outputs<K, S, kFolds<Bf16>>(call, outputs, c, low);
+        finish_rows<!kFolds<Bf16>>(finish, c, low, rows);
         continue;
       }
-      sum_halves<K, S, kFolds<Bf16, Out>>(call, outputs, c, low, high);
-      if constexpr (std::is_same_v<Out, Bf16>) {
-        if (finish.other == nullptr) {
-          finish_halves(finish, rows, c, low, high);
-          continue;
-        }
+      sum_halves<K, S, kFolds<Bf16>>(call, outputs, c, low, high);
+      if (finish.other == nullptr) {
+        finish_halves(finish, rows, c, low, high);
+      } else {
+        finish_in_order(finish, rows, c, low, high);
       }
-      finish_in_order(finish, rows, c, low, high);
     }
   }
 }
 
-template <int64_t K, int64_t S>
-OutputsFn<Bf16>* halves_fn_of(const Epilogue& e, bool finish) {
-  if (finish && e.out_dtype == DType::f32) return finish_outputs_halves<K, S, float>;
-  if (finish && e.out_dtype == DType::bf16) return finish_outputs_halves<K, S, Bf16>;
-  if (finish && e.out_dtype == DType::f16) return finish_outputs_halves<K, S, F16>;
-  return store_halves<K, S>;
-}
-
 // nullptr where the kernel is none of those known.
-inline OutputsFn<Bf16>* select_halves(const PatchesView& v, const Epilogue& e, bool finish) {
+inline OutputsFn<Bf16>* select_halves(const PatchesView& v, bool finish) {
   return select_line(v, [&](auto k, auto s) -> OutputsFn<Bf16>* {
     if constexpr (k == 0) {
       return nullptr;
     } else {
-      return halves_fn_of<k, s>(e, finish);
+      return finish ? finish_outputs_halves<k, s> : store_halves<k, s>;
     }
   });
 }

@@ -27,6 +27,9 @@ template <class Line>
 struct LineValues {
   using Value = float;
   using Vector = F;
+  static constexpr DType kDType = std::is_same_v<Line, float>  ? DType::f32
+                                  : std::is_same_v<Line, Bf16> ? DType::bf16
+                                                               : DType::f16;
   static XOPT_INLINE F zero() { return set1(0.0F); }
 };
 template <>
@@ -41,9 +44,19 @@ using ValueOf = typename LineValues<Line>::Value;
 // Whether sums that are finished in registers begin with the bias, and its factor is in the weights. Not where weights are
 // read as they are packed (fp32: 2% slower), or have to be bf16, and not where a float's last bits count: each of many
 // small products would be rounded to those of a large bias.
-template <class Line, class Out>
-inline constexpr bool kFolds =
-    !std::is_same_v<Out, float> && (std::is_same_v<Line, F16> || (std::is_same_v<Line, Bf16> && !XOPT_LINES_IN_PAIRS));
+template <class Line>
+inline constexpr bool kFolds = std::is_same_v<Line, F16> || (std::is_same_v<Line, Bf16> && !XOPT_LINES_IN_PAIRS);
+
+// Whether sums of such lines become output in registers: where outputs are what lines are. A routine for each of the
+// other pairs would be half of what the compiler has to do here, and serve nobody.
+template <class Line>
+bool finishes_in_registers(const Epilogue& e) {
+  if constexpr (std::is_same_v<ValueOf<Line>, float>) {
+    return e.out_dtype == LineValues<Line>::kDType && is_simple(e, e.out_dtype);
+  } else {
+    return false;
+  }
+}
 
 template <class Line>
 XOPT_INLINE F load_value(const Line* p) {
@@ -211,11 +224,11 @@ void store_outputs(const OutputsCall<Line>& call) {
   }
 }
 
-template <int64_t K, int64_t S, class Line, class Out>
+template <int64_t K, int64_t S, class Line>
 void finish_outputs(const OutputsCall<Line>& call) {
-  Finish<Out> finish = finish_of<Out>(*call.epilogue, *call.strip, call.row, call.row, 0);
-  Out* const out = finish.out;
-  const Out* const other = finish.other;
+  Finish<Line> finish = finish_of<Line>(*call.epilogue, *call.strip, call.row, call.row, 0);
+  Line* const out = finish.out;
+  const Line* const other = finish.other;
   for (int64_t w = 0; w < call.outputs; w += kOutputs) {
     const int64_t first = first_of_eight(w, call.outputs);
     const EightOutputs<Line> outputs(call, first, kPositions<K, S>);
@@ -223,22 +236,20 @@ void finish_outputs(const OutputsCall<Line>& call) {
     finish.other = other + first * finish.other_stride;
     for (int64_t c = 0; c < call.columns; c += kWidth) {
       F acc[kOutputs];
-      sum_outputs<K, S, kFolds<Line, Out>>(call, outputs, c, acc);
+      sum_outputs<K, S, kFolds<Line>>(call, outputs, c, acc);
       if (call.outputs >= kOutputs) {
-        finish_rows<!kFolds<Line, Out>>(finish, c, acc);
+        finish_rows<!kFolds<Line>>(finish, c, acc);
       } else {
-        finish_rows<!kFolds<Line, Out>>(finish, c, acc, call.outputs);
+        finish_rows<!kFolds<Line>>(finish, c, acc, call.outputs);
       }
     }
   }
 }
 
 template <int64_t K, int64_t S, class Line>
-OutputsFn<Line>* outputs_fn_of(const Epilogue& e, bool finish) {
+OutputsFn<Line>* outputs_fn_of(bool finish) {
   if constexpr (std::is_same_v<ValueOf<Line>, float>) {
-    if (finish && e.out_dtype == DType::f32) return finish_outputs<K, S, Line, float>;
-    if (finish && e.out_dtype == DType::bf16) return finish_outputs<K, S, Line, Bf16>;
-    if (finish && e.out_dtype == DType::f16) return finish_outputs<K, S, Line, F16>;
+    if (finish) return finish_outputs<K, S, Line>;
   }
   return store_outputs<K, S, Line>;
 }
@@ -258,13 +269,13 @@ auto select_line(const PatchesView& v, const Known& known) {
   return known(Number<0>{}, Number<0>{});
 }
 
-// `finish`: whether sums become output at once; only for epilogues that are simple, and floats.
+// `finish`: whether sums become output at once, of what finishes_in_registers.
 template <class Line>
-OutputsFn<Line>* select_outputs(const PatchesView& v, const Epilogue& e, bool finish) {
+OutputsFn<Line>* select_outputs(const PatchesView& v, bool finish) {
   if constexpr (std::is_same_v<ValueOf<Line>, float>) {
-    return select_line(v, [&](auto k, auto s) { return outputs_fn_of<k, s, Line>(e, finish); });
+    return select_line(v, [&](auto k, auto s) { return outputs_fn_of<k, s, Line>(finish); });
   } else {
-    return outputs_fn_of<0, 0, Line>(e, finish);
+    return outputs_fn_of<0, 0, Line>(finish);
   }
 }
 

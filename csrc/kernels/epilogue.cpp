@@ -33,12 +33,11 @@ constexpr int64_t kTileVectors = kTileColumns / kWidth;
 
 constexpr int64_t kPanelVectors = 2 * kTileVectors;
 
-// A panel's sums as real numbers, before the bias. What its rows have in common stands in registers: with addresses and
-// parameters looked up for each row, as the compiler has to where a store might have changed them, a row took 45
-// instructions.
-template <class Acc>
+// A panel's sums of floats as they are, with scale and bias. What its rows have in common stands in registers: with
+// addresses and parameters looked up for each row, as the compiler has to where a store might have changed them, a row
+// took 45 instructions.
 struct PanelSums {
-  PanelSums(const GemmCall&, const EpilogueStrip& strip, int64_t panel) {
+  PanelSums(const EpilogueStrip& strip, int64_t panel) {
 #pragma GCC unroll 8
     for (int64_t v = 0; v < kPanelVectors; ++v) {
       const int64_t column = panel * kPanelColumns + v * kWidth;
@@ -46,50 +45,9 @@ struct PanelSums {
       scale[v] = strip.scale != nullptr ? load(strip.scale + column) : set1(1.0F);
     }
   }
-  XOPT_INLINE void begin_row(int64_t) {}
   XOPT_INLINE F value(const float* sums, int64_t v) const { return fma(load(sums + v * kWidth), scale[v], bias[v]); }
 
   F bias[kPanelVectors], scale[kPanelVectors];
-};
-
-template <>
-struct PanelSums<int32_t> {
-  PanelSums(const GemmCall& c, const EpilogueStrip& s, int64_t panel)
-      : call(c), strip(s), has_zero_points(c.weight.zero_point != nullptr) {
-#pragma GCC unroll 8
-    for (int64_t v = 0; v < kPanelVectors; ++v) {
-      const int64_t column = panel * kPanelColumns + v * kWidth, packed = s.panel * kPanelColumns + column;
-      bias[v] = load(s.bias + column);
-      scale[v] = load(c.weight.scale + packed);
-      column_sum[v] = load_int(c.weight.column_sum + packed);
-      zero_point[v] = has_zero_points ? load_int(c.weight.zero_point + packed) : set1_int(0);
-    }
-  }
-  XOPT_INLINE void begin_row(int64_t row) {
-    const Epilogue& e = call.epilogue;
-    const int64_t out_row = strip.row + row;
-    a_zero = strip.a_offset;
-    if (e.row_zero_point != nullptr) a_zero += e.row_zero_point[e.row_zero_point_per_row ? out_row : 0];
-    if (has_zero_points) {
-      // sum (a - a0)(b - b0) = acc - a0 sum(b) - b0 (sum(a) - k a0), with the a and a0 of before the offset.
-      const auto k_a_zero = static_cast<uint32_t>(call.weight.k) * static_cast<uint32_t>(a_zero - strip.a_offset);
-      rest = static_cast<int32_t>(static_cast<uint32_t>(strip.row_sums[row]) - k_a_zero);
-    }
-    row_scale = set1(e.row_scale[e.row_scale_per_row ? out_row : 0]);
-  }
-  XOPT_INLINE F value(const int32_t* sums, int64_t v) const {
-    I acc = load_int(sums + v * kWidth);
-    if (a_zero != 0) acc = sub_int(acc, mul_int(set1_int(a_zero), column_sum[v]));
-    if (has_zero_points) acc = sub_int(acc, mul_int(set1_int(rest), zero_point[v]));
-    return fma(to_float(acc), mul(row_scale, scale[v]), bias[v]);
-  }
-
-  const GemmCall& call;
-  const EpilogueStrip& strip;
-  const bool has_zero_points;
-  F bias[kPanelVectors], scale[kPanelVectors], row_scale;
-  I column_sum[kPanelVectors], zero_point[kPanelVectors];
-  int32_t a_zero = 0, rest = 0;
 };
 
 // A tile's worth of columns of one row, or two: finished values on their way out.
@@ -176,7 +134,7 @@ XOPT_INLINE void combine(Binary binary, const F* y, F* x) {
 }
 
 // Rows of one panel; `rows` is at the first of them.
-template <class Acc, Activation A, Out O, Other B>
+template <Activation A, Out O, Other B>
 XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, OutRows rows, int64_t panel,
                               int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
@@ -185,13 +143,12 @@ XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, 
   const Binary binary = e.binary;
   const bool activation_last = e.activation_last;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
-  PanelSums<Acc> panel_sums(call, strip, panel);
-  const auto* sums = static_cast<const Acc*>(strip.acc) + panel * strip.acc_panel_stride + begin * kPanelColumns;
+  const PanelSums panel_sums(strip, panel);
+  const float* sums = static_cast<const float*>(strip.acc) + panel * strip.acc_panel_stride + begin * kPanelColumns;
   for (int64_t row = begin; row < end; ++row, sums += kPanelColumns) {
     const int64_t out = rows.next() + strip.column + first;
     const int64_t other = e.positions != nullptr ? out : (strip.row + row) * other_stride + strip.column + first;
     F x[kPanelVectors];
-    panel_sums.begin_row(row);
 #pragma GCC unroll 8
     for (int64_t v = 0; v < kPanelVectors; ++v) x[v] = panel_sums.value(sums, v);
     F y[kPanelVectors];
@@ -210,28 +167,27 @@ XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, 
 }
 
 // Several panels are done row by row, so that a row of the output is written in one go.
-template <class Acc, Activation A, Out O, Other B>
+template <Activation A, Out O, Other B>
 void finish_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
   const int64_t at_once = strip.columns <= kPanelColumns ? end - begin : 1;
   OutRows rows(call.epilogue, strip.out_row + begin);
   for (int64_t row = begin; row < end; row += at_once, rows.next()) {
     for (int64_t panel = 0; panel * kPanelColumns < strip.columns; ++panel) {
-      finish_panel<Acc, A, O, B>(call, strip, rows, panel, row, row + at_once);
+      finish_panel<A, O, B>(call, strip, rows, panel, row, row + at_once);
     }
   }
 }
 
 // act(gate) * up: a panel holds 16 columns of each.
-template <class Acc, Activation A, Out O>
+template <Activation A, Out O>
 void finish_gated_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
   const Epilogue& e = call.epilogue;
   const F alpha = set1(e.alpha), beta = set1(e.beta);
   for (int64_t panel = 0; panel * kTileColumns < strip.columns; ++panel) {
-    PanelSums<Acc> panel_sums(call, strip, panel);
-    const auto* sums = static_cast<const Acc*>(strip.acc) + panel * strip.acc_panel_stride + begin * kPanelColumns;
+    const PanelSums panel_sums(strip, panel);
+    const float* sums = static_cast<const float*>(strip.acc) + panel * strip.acc_panel_stride + begin * kPanelColumns;
     for (int64_t row = begin; row < end; ++row, sums += kPanelColumns) {
       const int64_t first = panel * kTileColumns, out = (strip.out_row + row) * e.out_row_stride + strip.column + first;
-      panel_sums.begin_row(row);
       F x[kTileVectors];
 #pragma GCC unroll 8
       for (int64_t v = 0; v < kTileVectors; ++v) {
@@ -242,31 +198,29 @@ void finish_gated_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t
   }
 }
 
-template <class Acc, Activation A, Out O>
+template <Activation A, Out O>
 EpilogueFn* select_kind(const GemmCall& call) {
-  if (call.weight.gated) return finish_gated_rows<Acc, A, O>;
-  return call.epilogue.binary == Binary::none ? finish_rows<Acc, A, O, Other::none>
-                                              : finish_rows<Acc, A, O, Other::given>;
+  if (call.weight.gated) return finish_gated_rows<A, O>;
+  return call.epilogue.binary == Binary::none ? finish_rows<A, O, Other::none> : finish_rows<A, O, Other::given>;
 }
 
-template <class Acc, Activation A>
+template <Activation A>
 EpilogueFn* select_out(const GemmCall& call) {
   switch (call.epilogue.out_dtype) {
     case DType::f32:
-      return select_kind<Acc, A, Out::f32>(call);
+      return select_kind<A, Out::f32>(call);
     case DType::bf16:
-      return select_kind<Acc, A, Out::bf16>(call);
+      return select_kind<A, Out::bf16>(call);
     default:
-      return select_kind<Acc, A, Out::any>(call);
+      return select_kind<A, Out::any>(call);
   }
 }
 
-template <class Acc>
-void select_epilogue(const GemmCall& call, EpilogueFn** chosen) {
+void select_f32(const GemmCall& call, EpilogueFn** chosen) {
   switch (call.epilogue.activation) {
-#define XOPT_ACTIVATION(NAME)                          \
-  case Activation::NAME:                               \
-    *chosen = select_out<Acc, Activation::NAME>(call); \
+#define XOPT_ACTIVATION(NAME)                     \
+  case Activation::NAME:                          \
+    *chosen = select_out<Activation::NAME>(call); \
     return;
     XOPT_ACTIVATION(none)
     XOPT_ACTIVATION(relu)
@@ -284,12 +238,64 @@ void select_epilogue(const GemmCall& call, EpilogueFn** chosen) {
   }
 }
 
-const auto select_f32 = static_cast<SelectEpilogueFn*>(&select_epilogue<float>);
-const auto select_s32 = static_cast<SelectEpilogueFn*>(&select_epilogue<int32_t>);
+// Rows of a panel's sums of int8 as real numbers, with the bias, in place of the sums.
+XOPT_INLINE void to_real_numbers(const GemmCall& call, const EpilogueStrip& strip, int64_t panel, int64_t begin,
+                                 int64_t end) {
+  const Epilogue& e = call.epilogue;
+  const PackedWeight& w = call.weight;
+  const bool has_zero_points = w.zero_point != nullptr;
+  F bias[kPanelVectors], scale[kPanelVectors];
+  I column_sum[kPanelVectors], zero_point[kPanelVectors];
+#pragma GCC unroll 8
+  for (int64_t v = 0; v < kPanelVectors; ++v) {
+    const int64_t column = panel * kPanelColumns + v * kWidth, packed = strip.panel * kPanelColumns + column;
+    bias[v] = load(strip.bias + column);
+    scale[v] = load(w.scale + packed);
+    column_sum[v] = load_int(w.column_sum + packed);
+    zero_point[v] = has_zero_points ? load_int(w.zero_point + packed) : set1_int(0);
+  }
+  auto* const sums = static_cast<int32_t*>(strip.acc) + panel * strip.acc_panel_stride;
+  auto* const reals = static_cast<float*>(strip.acc) + panel * strip.acc_panel_stride;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t out_row = strip.row + row;
+    int32_t a_zero = strip.a_offset, rest = 0;
+    if (e.row_zero_point != nullptr) a_zero += e.row_zero_point[e.row_zero_point_per_row ? out_row : 0];
+    if (has_zero_points) {
+      // sum (a - a0)(b - b0) = acc - a0 sum(b) - b0 (sum(a) - k a0), with the a and a0 of before the offset.
+      const auto k_a_zero = static_cast<uint32_t>(w.k) * static_cast<uint32_t>(a_zero - strip.a_offset);
+      rest = static_cast<int32_t>(static_cast<uint32_t>(strip.row_sums[row]) - k_a_zero);
+    }
+    const F row_scale = set1(e.row_scale[e.row_scale_per_row ? out_row : 0]);
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < kPanelVectors; ++v) {
+      const int64_t at = row * kPanelColumns + v * kWidth;
+      I acc = load_int(sums + at);
+      if (a_zero != 0) acc = sub_int(acc, mul_int(set1_int(a_zero), column_sum[v]));
+      if (has_zero_points) acc = sub_int(acc, mul_int(set1_int(rest), zero_point[v]));
+      store(reals + at, fma(to_float(acc), mul(row_scale, scale[v]), bias[v]));
+    }
+  }
+}
+
+alignas(64) constexpr float kNoBias[kMostStripPanels * kPanelColumns] = {};
+
+// Sums of int8 go on as floats do, once they are: with a routine of their own for each activation there was twice the code.
+void finish_integers(const GemmCall& call, const EpilogueStrip& strip, int64_t begin, int64_t end) {
+  const int64_t width = call.weight.gated ? kTileColumns : kPanelColumns;
+  for (int64_t panel = 0; panel * width < strip.columns; ++panel) to_real_numbers(call, strip, panel, begin, end);
+  EpilogueStrip reals = strip;
+  reals.bias = kNoBias;
+  reals.scale = nullptr;
+  EpilogueFn* finish = nullptr;
+  select_f32(call, &finish);
+  finish(call, reals, begin, end);
+}
+
+void select_s32(const GemmCall&, EpilogueFn** chosen) { *chosen = finish_integers; }
 
 }  // namespace
 
-XOPT_REGISTER_KERNEL(epilogue, f32, *select_f32);
-XOPT_REGISTER_KERNEL(epilogue, s32, *select_s32);
+XOPT_REGISTER_KERNEL(epilogue, f32, select_f32);
+XOPT_REGISTER_KERNEL(epilogue, s32, select_s32);
 
 }  // namespace xopt::XOPT_ISA

@@ -8,10 +8,10 @@ namespace xopt {
 
 inline constexpr int64_t kMostStripPanels = 8;
 
-// A strip: some rows of one or up to kMostStripPanels neighbouring panels, so that a row of the output is written in one go. `acc` holds
-// rows of 32 values (kPanelColumns apart) for each panel.
+// A strip: some rows of one or up to kMostStripPanels neighbouring panels, so that a row of the output is written in one
+// go. `acc` holds rows of 32 sums (kPanelColumns apart) for each panel; an epilogue may use them up.
 struct EpilogueStrip {
-  const void* acc;
+  void* acc;
   int64_t acc_panel_stride;  // elements from one panel's sums to the next's
   int64_t row;               // row of the output that the strip's first row is
   int64_t out_row;           // the same, as a row of epilogue.out (they differ where `out` is a scratch for a few rows)
