@@ -6,6 +6,7 @@
 //    block of keys     256 or 384 of them unless tuned, packed into panels in L2 (keys: by column, values: by row)
 //     row block         scores = block product; online softmax; sums = sums * factor + probabilities * values
 //
+// With tiles, softmax and products go on side by side (attention_background.h).
 // Row blocks and blocks of keys are cut the same way for any number of threads, so results do not depend on it. Blocks
 // of keys that no query of a row block may see are passed over. A few rows (decoding) would not pay for the packing:
 // attention_stream.h reads keys and values once, where they are.
@@ -13,6 +14,7 @@
 
 #include <type_traits>
 
+#include "kernels/attention_background.h"
 #include "kernels/attention_head.h"
 #include "kernels/attention_pack.h"
 #include "kernels/attention_product.h"
@@ -50,6 +52,7 @@ struct AttentionPlan : RowBlocks {
     if (call.tuning.chunk_rows == TunedRows::twice) parts = ceil_div(parts, 2);
     parts = minimum(parts, row_blocks);
     items = heads * parts;
+    query_bytes = (depth_tiles | 1) * 64;
     query_step = call.query.row_stride * static_cast<int64_t>(sizeof(typename Block::A));
     reads_queries = Block::kBackground && call.group == 1 && call.depth % Block::kTileK == 0 && query_step % 64 == 0 &&
                     stay_in_l1(Block::kRows, depth_tiles * 64, query_step);
@@ -59,6 +62,7 @@ struct AttentionPlan : RowBlocks {
   int64_t depth_tiles, depth_blocks;  // of the depth: tiles, and blocks of at most kMaxTiles
   int64_t key_panel_bytes, value_panels;
   int64_t threads, parts, items;  // parts of a head's row blocks
+  int64_t query_bytes;            // tiles: from a query's copy to the next, an odd number of cache lines
   int64_t query_step;             // bytes from a query to the next, of those that a block multiplies as they are
   bool reads_queries;             // tiles: out of the queries themselves, with no copy
 };
@@ -68,8 +72,11 @@ class AttentionThread {
   using A = typename Block::A;
   using State = SoftmaxState<round_up(Block::kRows, kWidth)>;
   static constexpr int64_t kAccValues = Block::kRows * kPanelColumns;
-  static constexpr int64_t kBlockValues = Block::kRows * Block::kStride;  // of a copy of A
-  static constexpr int kHalvesAtOnce = kWidth == kTileColumns ? 2 : 1;    // of a panel, as registers allow
+  static constexpr int64_t kBlockBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(A));  // of a copy
+  // Tiles are read at any distance of rows, so the copies of an item's queries lie close together, and each is made once.
+  static constexpr bool kKeepsQueries = Block::kBackground && std::is_same_v<A, T>;
+  using Softmax = SoftmaxStep<round_up(Block::kRows, kWidth), A>;
+  static constexpr int kHalvesAtOnce = kWidth == kTileColumns ? 2 : 1;  // of a panel, as registers allow
 
  public:
   AttentionThread(const AttentionCall& call, const AttentionPlan<Block>& plan, DType dtype)
@@ -82,14 +89,16 @@ class AttentionThread {
     const int64_t count = blocks_.size(), key_block = plan_.key_block, key_panels = ceil_div(key_block, kPanelColumns);
     const Scratch keys(static_cast<size_t>(key_panels * plan_.key_panel_bytes));
     const Scratch values(static_cast<size_t>(plan_.value_panels * plan_.value_panel_bytes));
-    const Scratch a(static_cast<size_t>((plan_.depth_blocks + 1) * kBlockValues) * sizeof(A));
+    const Scratch queries(static_cast<size_t>(kKeepsQueries ? count * Block::kRows * plan_.query_bytes
+                                                            : plan_.depth_blocks * kBlockBytes));
+    const Scratch probabilities(static_cast<size_t>(kBlockBytes));
     const Scratch scores(static_cast<size_t>(key_panels * kAccValues) * sizeof(float));
     const Scratch sums(static_cast<size_t>(count * plan_.value_panels * kAccValues) * sizeof(float));
     const Scratch states(static_cast<size_t>(count) * sizeof(State));
     keys_ = keys.as<uint8_t>();
     values_ = values.as<uint8_t>();
-    queries_ = a.as<A>();
-    probabilities_ = queries_ + plan_.depth_blocks * kBlockValues;
+    queries_ = queries.as<uint8_t>();
+    probabilities_ = probabilities.as<A>();
     scores_ = scores.as<float>();
     sums_ = sums.as<float>();
     states_ = states.as<State>();
@@ -152,27 +161,66 @@ class AttentionThread {
     const Range share_of_rows = share(upcoming_keys_.count, blocks_.size(), block - blocks_.begin);
     prefetch_rows(upcoming_keys_, share_of_rows.begin, share_of_rows.end);
     find_places(call_, rows.begin, rows.size(), places_);
-    const uint8_t* in_place = queries_in_place(head, rows.size());
-    if (in_place == nullptr) copy_queries(head, rows.size());
+    const Queries queries = queries_of(head, block, !more);
+    const ScoreBlock scores{scores_, kPanelColumns, kAccValues, rows.size(), count};
+    Softmax softmax(call_, scores, state_of(block), probabilities_, Block::kStride, round_up(count, Block::kTileK));
+    // Tiles: scores that nothing masks are looked at while the next panel's are computed.
+    const bool plain = Block::kBackground && softmax.scales_later() && sees_all(head, rows.size(), key, count);
+    LargestScores<Softmax> largest(&softmax, ceil_div(rows.size(), maximum<int64_t>(1, plan_.depth_tiles)));
     for (int64_t panel = 0; panel < panels; ++panel) {
       for (int64_t k = 0; k < plan_.depth_blocks; ++k) {
         const int64_t tile = k * Block::kMaxTiles;
         const int64_t depth = minimum(Block::kMaxTiles * Block::kTileK, call_.depth - tile * Block::kTileK);
         const uint8_t* keys_panel = keys_ + panel * plan_.key_panel_bytes + tile * 2 * kTileBytes;
-        BlockCall call{queries_ + k * kBlockValues, keys_panel, 0, scores_ + panel * kAccValues, k > 0};
-        if (in_place != nullptr) {
-          call.a = in_place + tile * 64;
-          call.a_stride = plan_.query_step;
-        }
-        multiply(rows.size(), count - panel * kPanelColumns, depth, call);
+        BlockCall call{queries.rows + k * queries.block_step, keys_panel, 0, scores_ + panel * kAccValues, k > 0};
+        call.a_stride = queries.stride;
+        call.columns = count - panel * kPanelColumns;
+        multiply(rows.size(), call.columns, depth, call, &largest);
       }
+      if (plain) largest.begin(panel, rows.size());
     }
-    float* sums = sums_of(block);
-    softmax(head, block, key, count, more);
     prefetch_rows(upcoming_values_, share_of_rows.begin, share_of_rows.end);
+    alignas(64) float factors[round_up(Block::kRows, kWidth)];
+    if (plain) {
+      largest.finish();
+      softmax.take_largest(factors);
+    } else {
+      softmax.find_largest([&](int64_t row) { return head.seen(places_[row], key, count); },
+                           [&](int64_t row) { return head.bias(&mask_, places_[row], key, count); }, factors);
+    }
+    if (more) scale_sums(block, factors);
+    add_values(block, count, more, &softmax);
+  }
+
+  // Whether all rows see all keys of a block, whole vectors of them, and no mask has a say.
+  bool sees_all(const AttentionHead<T>& head, int64_t rows, int64_t key, int64_t count) const {
+    const KeyRange first = head.seen(places_[0], key, count), last = head.seen(places_[rows - 1], key, count);
+    const bool all = maximum(first.begin, last.begin) <= 0 && minimum(first.end, last.end) >= count;
+    return all && count % kWidth == 0 && call_.mask.kind == MaskKind::none;
+  }
+
+  // Scores into probabilities, these times values into the sums.
+  void add_values(int64_t block, int64_t count, bool more, Softmax* softmax) {
+    const int64_t rows = rows_of(block).size(), panels = ceil_div(count, kPanelColumns);
+    clear_missing_rows(probabilities_ + rows * Block::kStride, rows, round_up(count, Block::kTileK));
+    Probabilities<Softmax> rest(softmax, panels);
+    rest.finish(Block::kBackground ? kPanelsAhead : panels);
     for (int64_t panel = 0; panel < plan_.value_panels; ++panel) {
-      multiply(rows.size(), call_.value_depth - panel * kPanelColumns, count,
-               {probabilities_, values_ + panel * plan_.value_panel_bytes, 0, sums + panel * kAccValues, more});
+      BlockCall call{probabilities_, values_ + panel * plan_.value_panel_bytes, 0, sums_of(block) + panel * kAccValues,
+                     more};
+      call.columns = call_.value_depth - panel * kPanelColumns;
+      multiply(rows, call.columns, count, call, &rest);
+    }
+    softmax->add_sums();
+  }
+
+  void scale_sums(int64_t block, const float* factors) const {
+    const int64_t rows = rows_of(block).size();
+    const ScoreBlock sums{sums_of(block), kPanelColumns, kAccValues, rows, call_.value_depth};
+    for (int64_t row = 0; row < rows; ++row) {
+      if (factors[row] == 1.0F) continue;
+      const F factor = set1(factors[row]);
+      sums.for_vectors(row, [&](float* at, int64_t) { store(at, mul(load(at), factor)); });
     }
   }
 
@@ -196,11 +244,44 @@ class AttentionThread {
     return nullptr;
   }
 
+  // A row block's queries: blocks of the depth, `block_step` bytes apart, whose rows are `stride` apart (0: as in copies
+  // of A).
+  struct Queries {
+    const uint8_t* rows;
+    int64_t stride, block_step;
+  };
+
+  // `first`: of an item, that the row block's queries are asked for.
+  Queries queries_of(const AttentionHead<T>& head, int64_t block, bool first) const {
+    const int64_t rows = rows_of(block).size();
+    if constexpr (kKeepsQueries) {
+      constexpr int64_t kBlockStep = Block::kMaxTiles * 64;
+      if (const uint8_t* in_place = queries_in_place(head, rows)) return {in_place, plan_.query_step, kBlockStep};
+      uint8_t* copies = queries_ + (block - blocks_.begin) * Block::kRows * plan_.query_bytes;
+      if (first) keep_queries(head, rows, copies);
+      return {copies, plan_.query_bytes, kBlockStep};
+    } else {
+      copy_queries(head, rows);
+      return {queries_, 0, kBlockBytes};
+    }
+  }
+
+  void keep_queries(const AttentionHead<T>& head, int64_t rows, uint8_t* to) const {
+    const int64_t bytes = call_.depth * static_cast<int64_t>(sizeof(T)), padded = plan_.depth_tiles * 64;
+    for (int64_t row = 0; row < rows; ++row, to += plan_.query_bytes) {
+      if (padded > bytes) __builtin_memset(to + padded - 64, 0, 64);
+      copy_bytes(head.queries(places_[row]), bytes, to);
+    }
+    for (int64_t row = rows; row < round_up(rows, kTileRows); ++row, to += plan_.query_bytes) {
+      __builtin_memset(to, 0, static_cast<size_t>(padded));
+    }
+  }
+
   void copy_queries(const AttentionHead<T>& head, int64_t rows) const {
     for (int64_t k = 0; k < plan_.depth_blocks; ++k) {
       const int64_t first = k * Block::kMaxTiles * Block::kTileK;
       const int64_t padded = minimum(Block::kMaxTiles, plan_.depth_tiles - k * Block::kMaxTiles) * Block::kTileK;
-      A* to = queries_ + k * kBlockValues;
+      A* to = reinterpret_cast<A*>(queries_ + k * kBlockBytes);
       for (int64_t row = 0; row < rows; ++row, to += Block::kStride) {
         const auto* from = reinterpret_cast<const uint8_t*>(head.queries(places_[row]) + first);
         const int64_t count = minimum(padded, call_.depth - first);
@@ -220,49 +301,31 @@ class AttentionThread {
     }
   }
 
-  // Scores into probabilities; sums made before are scaled to the new maximum.
-  void softmax(const AttentionHead<T>& head, int64_t block, int64_t key, int64_t count, bool more) {
-    const Range rows = rows_of(block);
-    const ScoreBlock scores{scores_, kPanelColumns, kAccValues, rows.size(), count};
-    alignas(64) float factors[round_up(Block::kRows, kWidth)];
-    const int64_t padded = round_up(count, Block::kTileK);
-    softmax_step(
-        scores, call_.scale, [&](int64_t row) { return head.seen(places_[row], key, count); },
-        [&](int64_t row) { return head.bias(&mask_, places_[row], key, count); }, state_of(block), factors,
-        probabilities_, Block::kStride, padded);
-    clear_missing_rows(probabilities_ + rows.size() * Block::kStride, rows.size(), padded);
-    if (!more) return;
-    for (int64_t row = 0; row < rows.size(); ++row) {
-      if (factors[row] == 1.0F) continue;
-      const ScoreBlock sums{sums_of(block), kPanelColumns, kAccValues, rows.size(), call_.value_depth};
-      sums.for_vectors(row, [&](float* at, int64_t) { store(at, mul(load(at), set1(factors[row]))); });
-    }
-  }
-
-  struct Barrier {
-    // Tile loads do not say that they read memory.
-    XOPT_INLINE void step() const {
-      if constexpr (Block::kBackground) asm volatile("" ::: "memory");
-    }
+  struct Nothing {
+    XOPT_INLINE void step() const {}
   };
-  // `k`: how many values of it count. Where products are of fp32, no others are multiplied.
-  static void multiply(int64_t rows, int64_t columns, int64_t k, BlockCall call) {
-    Barrier barrier;
-    if constexpr (sizeof(A) == 4) {
+  // `k`: how many values of it count. Where products are of fp32, no others are multiplied. Only between the products of
+  // tiles there is time for something else.
+  template <class Between>
+  static void multiply(int64_t rows, int64_t columns, int64_t k, BlockCall call, Between* between) {
+    [[maybe_unused]] Nothing nothing;
+    call.k_tiles = ceil_div(k, Block::kTileK);
+    if constexpr (Block::kBackground) {
+      tile_barrier();
+      Block::run(rows, call, *between);
+      tile_barrier();
+    } else if constexpr (sizeof(A) == 4) {
       call.k_tiles = k;
       if (kHalvesAtOnce == 2 && columns > kTileColumns) {
-        return ExactProduct<Block, kHalvesAtOnce>::run(rows, call, barrier);
+        return ExactProduct<Block, kHalvesAtOnce>::run(rows, call, nothing);
       }
-      ExactProduct<Block, 1>::run(rows, call, barrier);
+      ExactProduct<Block, 1>::run(rows, call, nothing);
       if (columns <= kTileColumns) return;
       call.b += kTileBytes;
       call.acc = static_cast<float*>(call.acc) + kTileColumns;
-      ExactProduct<Block, 1>::run(rows, call, barrier);
+      ExactProduct<Block, 1>::run(rows, call, nothing);
     } else {
-      call.k_tiles = ceil_div(k, Block::kTileK);
-      barrier.step();
-      Block::run(rows, call, barrier);
-      barrier.step();
+      Block::run(rows, call, nothing);
     }
   }
 
@@ -287,10 +350,11 @@ class AttentionThread {
   Range blocks_{};
   RowPlace places_[Block::kRows];  // of the row block at hand
   HeadRows<T> upcoming_keys_{}, upcoming_values_{};
-  uint8_t *keys_ = nullptr, *values_ = nullptr;      // panels of a block of keys
-  A *queries_ = nullptr, *probabilities_ = nullptr;  // copies of A: [block of the depth], and one
-  float *scores_ = nullptr, *sums_ = nullptr;        // [panel][row][32], [row block][panel][row][32]
-  State* states_ = nullptr;                          // [row block]
+  uint8_t *keys_ = nullptr, *values_ = nullptr;  // panels of a block of keys
+  uint8_t* queries_ = nullptr;                   // copies: [row block], or of one: [block of the depth]
+  A* probabilities_ = nullptr;                   // in the place of a copy of A
+  float *scores_ = nullptr, *sums_ = nullptr;    // [panel][row][32], [row block][panel][row][32]
+  State* states_ = nullptr;                      // [row block]
 };
 
 // T: how the dtype lies in memory.

@@ -1,5 +1,7 @@
-// The softmax of a block of scores as one step of an online softmax: scale, mask, the maximum so far, exponentials.
+// The softmax of a block of scores as one step of an online softmax: mask, the maximum so far, scale, exponentials.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/attention.h"
 #include "tiles/layout.h"
@@ -12,7 +14,7 @@ namespace xopt::XOPT_ISA {
 inline constexpr int64_t kKeyBlock = XOPT_LEVEL >= XOPT_LEVEL_AMX ? 256 : 384;
 // The most that a call may ask for.
 inline constexpr int64_t kMostKeys = 1024;
-inline constexpr float kInfinity = __builtin_inff();
+inline constexpr float kInfinity = __builtin_inff(), kLog2E = 1.44269504F;
 
 alignas(64) inline constexpr float kColumnNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -106,18 +108,26 @@ struct ScoreBlock {
   }
 };
 
-// e^x for x of at most 0, and NaN; 0 below 2^-125. A dozen instructions: t = x log2 e is a whole number and a rest
-// within a half, of which 2^rest is a polynomial (relative error 1.6e-7).
-XOPT_INLINE F exp_of_negative(F x) {
-  const F least = set1(-125.0F), t = mul(x, set1(1.44269504F));
-  const F inside = max(least, t), n = round_even(inside), rest = sub(inside, n);
-  F p = set1(1.326472731e-3F);
-  p = fma(p, rest, set1(9.671512991e-3F));
-  p = fma(p, rest, set1(5.550733581e-2F));
-  p = fma(p, rest, set1(2.402224243e-1F));
-  p = fma(p, rest, set1(6.931470037e-1F));
-  p = fma(p, rest, set1(1.0F));
-  return select_less(t, least, set1(0.0F), scale_exponent(p, n));
+// 2^x for x of at most 0, or what rounding leaves above it, and NaN; 0 below 2^-125. x is a whole number and a rest, of
+// which 2^rest is a polynomial: of relative error 1.5e-7, or 7.5e-5 where bf16 is enough, whose own is 26 times that.
+template <class To>
+XOPT_INLINE F exp2_of_negative(F x) {
+  const F least = set1(-125.0F), inside = max(least, x), rest = fraction(inside);
+  F p;
+  if constexpr (std::is_same_v<To, Bf16>) {
+    p = set1(7.802452147e-2F);
+    p = fma(p, rest, set1(2.260671705e-1F));
+    p = fma(p, rest, set1(6.958335042e-1F));
+    p = fma(p, rest, set1(9.999251962e-1F));
+  } else {
+    p = set1(1.877576695e-3F);
+    p = fma(p, rest, set1(8.989340626e-3F));
+    p = fma(p, rest, set1(5.582631752e-2F));
+    p = fma(p, rest, set1(2.401536107e-1F));
+    p = fma(p, rest, set1(6.931530833e-1F));
+    p = fma(p, rest, set1(9.999999404e-1F));
+  }
+  return select_less(x, least, set1(0.0F), scale_by_floor(p, inside));
 }
 
 XOPT_INLINE float largest_of(F x) {
@@ -133,65 +143,168 @@ XOPT_INLINE float largest_of(F x) {
 #endif
 }
 
-// Scales and masks a row and returns its largest score. `seen`: columns, the others count as -inf.
-template <bool Cut>
-float finish_scores(const ScoreBlock& block, int64_t row, KeyRange seen, const float* bias, float scale) {
+// Masks a row of scores, after scaling them where `Scaled`, and returns the largest, lane by lane. `seen`: columns, the others count as
+// -inf. `bias`: nullptr, or what is added.
+template <bool Cut, bool Scaled>
+F mask_scores(const ScoreBlock& block, int64_t row, KeyRange seen, const float* bias, float scale) {
   const F nothing = set1(-kInfinity), factor = set1(scale);
   const F first = set1(static_cast<float>(seen.begin)), last = set1(static_cast<float>(seen.end - 1));
   F largest = nothing;
   block.for_vectors(row, [&](float* scores, int64_t column) {
-    F s = mul(load(scores), factor);
+    F s = load(scores);
+    if constexpr (Scaled) s = mul(s, factor);
     if (bias != nullptr) s = add(s, load(bias + column));
     if constexpr (Cut) {
       const F number = add(load(kColumnNumbers), set1(static_cast<float>(column)));
       s = select_less(number, first, nothing, s);
       s = select_less(last, number, nothing, s);
     }
-    store(scores, s);
+    if (Cut || Scaled || bias != nullptr) store(scores, s);
     largest = max(s, largest);  // passes over NaN, which the exponentials bring into the sum
   });
-  return largest_of(largest);
+  return largest;
 }
+
+// Whether a mask adds something between nothing and -inf.
+inline bool adds_to_scores(const AttentionCall& call) {
+  return call.mask.kind != MaskKind::none && call.mask.kind != MaskKind::allowed;
+}
+// What scores count in, as a power of two: ln 2 itself, or 1 where a mask adds the smallest of all floats, maybe.
+inline float score_unit(const AttentionCall& call) { return adds_to_scores(call) ? kLog2E : 1.0F; }
 
 // Takes what the rows found for their largest so far. `references`: what is subtracted from their scores; `factors`:
 // what sums made before have to be multiplied by.
 template <int64_t N>
-void update_largest(SoftmaxState<N>* state, const float* found, float* references, float* factors) {
+void update_largest(SoftmaxState<N>* state, float unit, const float* found, float* references, float* factors) {
   const F nothing = set1(-kInfinity), zero = set1(0.0F), one = set1(1.0F);
   for (int64_t row = 0; row < N; row += kWidth) {
     const F before = load(state->largest + row), largest = max(before, load(found + row));
     const F reference = select_less(nothing, largest, largest, zero);  // -inf minus -inf would be NaN
     store(state->largest + row, largest);
     store(references + row, reference);
-    store(factors + row, select_less(before, reference, exp_of_negative(sub(before, reference)), one));
+    const F factor = exp2_of_negative<float>(mul(sub(before, reference), set1(unit)));
+    store(factors + row, select_less(before, reference, factor, one));
   }
 }
 
-// Writes exp(score - largest) into `to` (rows `to_stride` apart, zeros up to `padded` columns). All rows are masked
-// first and exponentiated then: row by row, each would wait for its own maximum.
-template <int64_t N, class Seen, class Bias, class To>
-void softmax_step(const ScoreBlock& block, float scale, const Seen& seen, const Bias& bias, SoftmaxState<N>* state,
-                  float* factors, To* to, int64_t to_stride, int64_t padded) {
-  alignas(64) float found[N], references[N];
-  for (int64_t row = 0; row < N; ++row) found[row] = -kInfinity;
-  const int64_t whole = round_up(block.columns, kWidth);
-  for (int64_t row = 0; row < block.rows; ++row) {
-    const KeyRange keys = seen(row);
-    found[row] = keys.begin > 0 || keys.end < whole ? finish_scores<true>(block, row, keys, bias(row), scale)
-                                                    : finish_scores<false>(block, row, keys, bias(row), scale);
+// A block of scores on its way to probabilities. The instruction that subtracts the largest scales, too, unless masks add
+// to scores, which comes in between.
+template <int64_t N, class To>
+class SoftmaxStep {
+ public:
+  // Probabilities go into `to`, rows `to_stride` apart, with zeros up to `padded` columns.
+  SoftmaxStep(const AttentionCall& call, const ScoreBlock& block, SoftmaxState<N>* state, To* to, int64_t to_stride,
+              int64_t padded)
+      : block_(block),
+        state_(state),
+        to_(to),
+        to_stride_(to_stride),
+        padded_(padded),
+        adds_(adds_to_scores(call)),
+        unit_(score_unit(call)),
+        given_scale_(adds_ ? call.scale : call.scale * kLog2E),
+        scales_later_(!adds_ && given_scale_ > 0),
+        scale_(scales_later_ ? given_scale_ : 1) {
+    for (int64_t row = 0; row < block.rows; ++row) store(vectors_ + row * kWidth, set1(-kInfinity));
   }
-  update_largest(state, found, references, factors);
-  for (int64_t row = 0; row < block.rows; ++row, to += to_stride) {
-    const F reference = set1(references[row]);
-    F sum = set1(0.0F);
-    block.for_vectors(row, [&](const float* scores, int64_t column) {
-      const F p = exp_of_negative(sub(load(scores), reference));
-      sum = add(sum, p);
-      store(to + column, p);
-    });
-    for (int64_t column = whole; column < padded; column += kWidth) store(to + column, set1(0.0F));
-    state->sum[row] = state->sum[row] * factors[row] + reduce_add(sum);
+
+  // Masks rows and finds their largest scores. `factors`: what sums made before have to be multiplied by.
+  template <class Seen, class Bias>
+  void find_largest(const Seen& seen, const Bias& bias, float* factors) {
+    for (int64_t row = 0; row < block_.rows; ++row) {
+      const KeyRange keys = seen(row);
+      const bool cut = keys.begin > 0 || keys.end < round_up(block_.columns, kWidth);
+      const auto mask = scales_later_ ? cut ? mask_scores<true, false> : mask_scores<false, false>
+                        : cut         ? mask_scores<true, true>
+                                      : mask_scores<false, true>;
+      store(vectors_ + row * kWidth, mask(block_, row, keys, bias(row), given_scale_));
+    }
+    take_largest(factors);
   }
-}
+
+  // Whether scores need not be scaled to be looked at.
+  bool scales_later() const { return scales_later_; }
+
+  // Where nothing masks scores: the largest of a panel's rows [begin, end), which are to be looked at once.
+  XOPT_INLINE void look_at(int64_t panel, int64_t begin, int64_t end) {
+    const float* scores = block_.scores + panel * block_.panel_stride + begin * block_.row_stride;
+    const int64_t count = minimum(kPanelColumns, block_.columns - panel * kPanelColumns);
+    for (int64_t row = begin; row < end; ++row, scores += block_.row_stride) {
+      F largest = load(vectors_ + row * kWidth);
+      for (int64_t i = 0; i < count; i += kWidth) largest = max(load(scores + i), largest);
+      store(vectors_ + row * kWidth, largest);
+    }
+  }
+
+  // Of rows that have all been looked at.
+  void take_largest(float* factors) {
+    alignas(64) float found[N];
+    for (int64_t row = 0; row < N; ++row) found[row] = -kInfinity;
+    for (int64_t row = 0; row < block_.rows; ++row) {
+      found[row] = largest_of(load(vectors_ + row * kWidth)) * scale_;
+      store(vectors_ + row * kWidth, set1(0.0F));
+    }
+    update_largest(state_, unit_, found, references_, factors);
+    for (int64_t row = 0; row < block_.rows; ++row) state_->sum[row] *= factors[row];
+  }
+
+  // The probabilities of a panel of columns, in which there are scores.
+  void exponentiate(int64_t panel) {
+    if (adds_) {
+      exponentiate_rows<true>(panel);
+    } else {
+      exponentiate_rows<false>(panel);
+    }
+  }
+
+  // When all panels are done.
+  void add_sums() {
+    for (int64_t row = 0; row < block_.rows; ++row) state_->sum[row] += reduce_add(load(vectors_ + row * kWidth));
+  }
+
+ private:
+  template <bool Adds>
+  void exponentiate_rows(int64_t panel) {
+    const int64_t column = panel * kPanelColumns, left = block_.columns - column;
+    const float* scores = block_.scores + panel * block_.panel_stride;
+    To* to = to_ + column;
+    const F scale = set1(Adds ? kLog2E : scale_);
+    for (int64_t row = 0; row < block_.rows; ++row, scores += block_.row_stride, to += to_stride_) {
+      const F reference = set1(references_[row]), subtracted = set1(-references_[row]);
+      const auto probability = [&](int64_t i) {
+        const F score = load(scores + i);
+        return exp2_of_negative<To>(Adds ? mul(sub(score, reference), scale) : fma(score, scale, subtracted));
+      };
+      F sum = load(vectors_ + row * kWidth);
+      if (left >= kPanelColumns) {
+        for (int64_t i = 0; i < kPanelColumns; i += 2 * kWidth) {
+          const F x = probability(i), y = probability(i + kWidth);
+          sum = add(sum, add(x, y));
+          store_two(to + i, x, y);
+        }
+      } else {
+        for (int64_t i = 0; i < left; i += kWidth) {
+          const F x = probability(i);
+          sum = add(sum, x);
+          store(to + i, x);
+        }
+        for (int64_t i = round_up(left, kWidth); i < padded_ - column; i += kWidth) store(to + i, set1(0.0F));
+      }
+      store(vectors_ + row * kWidth, sum);
+    }
+  }
+
+  const ScoreBlock block_;
+  SoftmaxState<N>* const state_;
+  To* const to_;
+  const int64_t to_stride_, padded_;
+  const bool adds_;          // masks add to scores
+  const float unit_;         // of scores
+  const float given_scale_;  // with that unit, where it can be
+  const bool scales_later_;  // scores are scaled as their largest is subtracted
+  const float scale_;        // by what
+  // Of each row: what is subtracted, and first its largest scores, then the sums of probabilities.
+  alignas(64) float references_[N], vectors_[N * kWidth];
+};
 
 }  // namespace xopt::XOPT_ISA

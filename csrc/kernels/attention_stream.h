@@ -144,10 +144,11 @@ class AttentionStream {
     }
     alignas(64) float factors[16];
     const ScoreBlock scores{scores_, kKeyBlock, kPanelColumns, plan_.rows, count};
-    softmax_step(
-        scores, call_.scale, [&](int64_t row) { return head.seen(places_[row], key, count); },
-        [&](int64_t row) { return head.bias(&mask_, places_[row], key, count); }, state_, factors, scores_, kKeyBlock,
-        count);
+    SoftmaxStep<16, float> softmax(call_, scores, state_, scores_, kKeyBlock, count);
+    softmax.find_largest([&](int64_t row) { return head.seen(places_[row], key, count); },
+                         [&](int64_t row) { return head.bias(&mask_, places_[row], key, count); }, factors);
+    for (int64_t panel = 0; panel * kPanelColumns < count; ++panel) softmax.exponentiate(panel);
+    softmax.add_sums();
     int64_t row = 0;
     for (; row + kRowsAtOnce <= plan_.rows; row += kRowsAtOnce) add_values<kRowsAtOnce>(head, key, count, row, factors);
     for (; row < plan_.rows; ++row) add_values<1>(head, key, count, row, factors);
@@ -207,13 +208,14 @@ class AttentionStream {
   void finish(const AttentionHead<T>& head, int64_t first) {
     StreamState* total = all_states_ + first;
     float* sums = all_sums_ + first * plan_.rows * plan_.value_depth;
+    const float unit = score_unit(call_);
     for (int64_t part = 1; part < plan_.parts; ++part) {
       const StreamState& state = all_states_[first + part];
       const float* added = sums + part * plan_.rows * plan_.value_depth;
       alignas(64) float references[16], before[16], after[16];
       SoftmaxState<16> other = state;
-      update_largest(total, state.largest, references, before);
-      update_largest(&other, total->largest, references, after);
+      update_largest(total, unit, state.largest, references, before);
+      update_largest(&other, unit, total->largest, references, after);
       for (int64_t row = 0; row < plan_.rows; ++row) {
         total->sum[row] = total->sum[row] * before[row] + other.sum[row] * after[row];
         for (int64_t i = row * plan_.value_depth; i < (row + 1) * plan_.value_depth; i += kWidth) {

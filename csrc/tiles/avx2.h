@@ -34,6 +34,9 @@ XOPT_INLINE F scale_exponent(F x, F n) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
 XOPT_INLINE F round_even(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// What is above the next lower whole number, and x times 2 to the power of that number.
+XOPT_INLINE F fraction(F a) { return _mm256_sub_ps(a, _mm256_floor_ps(a)); }
+XOPT_INLINE F scale_by_floor(F x, F n) { return scale_exponent(x, _mm256_floor_ps(n)); }
 XOPT_INLINE F sqrt(F a) { return _mm256_sqrt_ps(a); }
 XOPT_INLINE float reduce_add(F a) {
   __m128 sum = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

@@ -39,6 +39,9 @@ XOPT_INLINE F select_less(F a, F b, F x, F y) {
 // x * 2^n for n integral.
 XOPT_INLINE F scale_exponent(F x, F n) { return _mm512_scalef_ps(x, n); }
 XOPT_INLINE F round_even(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// What is above the next lower whole number, and x times 2 to the power of that number.
+XOPT_INLINE F fraction(F a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+XOPT_INLINE F scale_by_floor(F x, F n) { return _mm512_scalef_ps(x, n); }
 XOPT_INLINE F sqrt(F a) { return _mm512_sqrt_ps(a); }
 XOPT_INLINE float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
 

@@ -42,11 +42,12 @@ struct BlockCall {
   bool accumulate;  // add to acc instead of overwriting it
   // Tiles only: from the last step along k to the first. The next panel then begins with rows of A that are still in L1.
   bool backwards = false;
-  // For blocks with kFinishes: what the sums become, a Finish<Round> (acc is then scratch), of how many columns they are
-  // wanted, and how many rows of the last tile hold values.
+  // For blocks with kFinishes: what the sums become, a Finish<Round> (acc is then scratch), and how many rows of the last
+  // tile hold values.
   const void* finish = nullptr;
-  int64_t columns = kPanelColumns;
   int64_t last_rows = kTileRows;
+  // Of how many columns sums are wanted. Those blocks look here, and tiles.
+  int64_t columns = kPanelColumns;
   // Lines of weights to fetch into L2 for later, so many for each step along k. Only blocks with kBackground look here:
   // in registers of their loop it costs them less than among what happens between their products.
   const uint8_t* ahead = nullptr;

@@ -120,10 +120,12 @@ struct TileBlock {
 
   template <class Rows, class Between>
   static void run_on(int64_t rows, const BlockCall& call, Between& between) {
-    if (rows > kTileRows) {
-      two_row_tiles(Rows(call), call, between);
-    } else {
+    if (rows <= kTileRows) {
       one_row_tile(Rows(call), call, between);
+    } else if (call.columns <= kTileColumns) {
+      one_column_tile(Rows(call), call, between);
+    } else {
+      two_row_tiles(Rows(call), call, between);
     }
   }
 
@@ -211,6 +213,36 @@ struct TileBlock {
     }
     XOPT_TILE_STORE(0, acc, kRowBytes);
     XOPT_TILE_STORE(1, acc + 64, kRowBytes);
+  }
+
+  // Of a panel of which no more than a half is wanted.
+  template <class Rows, class Between>
+  static void one_column_tile(Rows a, const BlockCall& call, Between& between) {
+    constexpr int64_t kRowBytes = kPanelColumns * 4;
+    auto* acc = static_cast<uint8_t*>(call.acc);
+    if (call.accumulate) {
+      XOPT_TILE_LOAD(0, acc, kRowBytes);
+      XOPT_TILE_LOAD(2, acc + kTileRows * kRowBytes, kRowBytes);
+    } else {
+      XOPT_TILE_ZERO(0);
+      XOPT_TILE_ZERO(2);
+    }
+    const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
+    const int64_t b_advance = direction(call) * 2 * kTileBytes;
+    for (int64_t t = 0; t < call.k_tiles; ++t, b += b_advance) {
+      if (t > 0) a.next();
+      XOPT_TILE_STREAM(6, b, 64);
+      XOPT_TILE_LOAD(4, a.rows, a.stride);
+      XOPT_DOT(0, 4, 6);
+      XOPT_TILE_ZERO(4);
+      XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
+      XOPT_DOT(2, 5, 6);
+      XOPT_TILE_ZERO(5);
+      XOPT_TILE_ZERO(6);
+      between.step();
+    }
+    XOPT_TILE_STORE(0, acc, kRowBytes);
+    XOPT_TILE_STORE(2, acc + kTileRows * kRowBytes, kRowBytes);
   }
 #undef XOPT_DOT
 };

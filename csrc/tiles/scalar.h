@@ -43,6 +43,9 @@ XOPT_INLINE F select_less(F a, F b, F x, F y) { return a < b ? x : y; }
 // x * 2^n for n integral and the result normal or zero.
 XOPT_INLINE F scale_exponent(F x, F n) { return std::ldexp(x, n == n ? static_cast<int>(n) : 0); }
 XOPT_INLINE F round_even(F a) { return std::nearbyint(a); }
+// What is above the next lower whole number, and x times 2 to the power of that number.
+XOPT_INLINE F fraction(F a) { return a - std::floor(a); }
+XOPT_INLINE F scale_by_floor(F x, F n) { return scale_exponent(x, std::floor(n)); }
 XOPT_INLINE F sqrt(F a) { return std::sqrt(a); }
 XOPT_INLINE float reduce_add(F a) { return a; }
 

@@ -39,14 +39,12 @@ XOPT_INLINE void store_first(T* p, F x, int64_t n) {
   store_part(p, x, n);
 }
 
-#if XOPT_LEVEL < XOPT_LEVEL_AVX512_BF16 || defined(XOPT_EMULATE)
-// Two vectors that follow each other.
+// Two vectors that follow each other. Levels have their own where they have something better.
 template <class T>
 XOPT_INLINE void store_two(T* p, F x, F y) {
   store(p, x);
   store(p + kWidth, y);
 }
-#endif
 
 template <class T>
 XOPT_INLINE F round_to(F x) {
