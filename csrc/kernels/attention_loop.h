@@ -73,8 +73,6 @@ class AttentionThread {
   using State = SoftmaxState<round_up(Block::kRows, kWidth)>;
   static constexpr int64_t kAccValues = Block::kRows * kPanelColumns;
   static constexpr int64_t kBlockBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(A));  // of a copy
-  // Tiles are read at any distance of rows, so the copies of an item's queries lie close together, and each is made once.
-  static constexpr bool kKeepsQueries = Block::kBackground && std::is_same_v<A, T>;
   using Softmax = SoftmaxStep<round_up(Block::kRows, kWidth), A>;
   static constexpr int kHalvesAtOnce = kWidth == kTileColumns ? 2 : 1;  // of a panel, as registers allow
 
@@ -89,8 +87,9 @@ class AttentionThread {
     const int64_t count = blocks_.size(), key_block = plan_.key_block, key_panels = ceil_div(key_block, kPanelColumns);
     const Scratch keys(static_cast<size_t>(key_panels * plan_.key_panel_bytes));
     const Scratch values(static_cast<size_t>(plan_.value_panels * plan_.value_panel_bytes));
-    const Scratch queries(static_cast<size_t>(kKeepsQueries ? count * Block::kRows * plan_.query_bytes
-                                                            : plan_.depth_blocks * kBlockBytes));
+    // Tiles are read at any distance of rows, so copies of an item's queries lie close together, and each is made once.
+    const Scratch queries(static_cast<size_t>(Block::kBackground ? count * Block::kRows * plan_.query_bytes
+                                                                 : plan_.depth_blocks * kBlockBytes));
     const Scratch probabilities(static_cast<size_t>(kBlockBytes));
     const Scratch scores(static_cast<size_t>(key_panels * kAccValues) * sizeof(float));
     const Scratch sums(static_cast<size_t>(count * plan_.value_panels * kAccValues) * sizeof(float));
@@ -166,7 +165,8 @@ class AttentionThread {
     Softmax softmax(call_, scores, state_of(block), probabilities_, Block::kStride, round_up(count, Block::kTileK));
     // Tiles: scores that nothing masks are looked at while the next panel's are computed.
     const bool plain = Block::kBackground && softmax.scales_later() && sees_all(head, rows.size(), key, count);
-    LargestScores<Softmax> largest(&softmax, ceil_div(rows.size(), maximum<int64_t>(1, plan_.depth_tiles)));
+    const int64_t rows_of_step = ceil_div(rows.size(), maximum<int64_t>(1, plan_.depth_tiles));
+    LargestScores<Softmax> largest(&softmax, rows.size(), rows_of_step);
     for (int64_t panel = 0; panel < panels; ++panel) {
       for (int64_t k = 0; k < plan_.depth_blocks; ++k) {
         const int64_t tile = k * Block::kMaxTiles;
@@ -177,7 +177,7 @@ class AttentionThread {
         call.columns = count - panel * kPanelColumns;
         multiply(rows.size(), call.columns, depth, call, &largest);
       }
-      if (plain) largest.begin(panel, rows.size());
+      if (plain) largest.begin(panel);
     }
     prefetch_rows(upcoming_values_, share_of_rows.begin, share_of_rows.end);
     alignas(64) float factors[round_up(Block::kRows, kWidth)];
@@ -236,16 +236,13 @@ class AttentionThread {
   // Where the row block's queries begin, if tiles can read them there: whole rows of tiles, which begin where lines of the
   // cache do. Else nullptr.
   const uint8_t* queries_in_place(const AttentionHead<T>& head, int64_t rows) const {
-    if constexpr (Block::kBackground && std::is_same_v<A, T>) {
-      const auto* first = reinterpret_cast<const uint8_t*>(head.queries(places_[0]));
-      const bool aligned = reinterpret_cast<uintptr_t>(first) % 64 == 0;
-      if (plan_.reads_queries && aligned && rows % kTileRows == 0) return first;
-    }
-    return nullptr;
+    const auto* first = reinterpret_cast<const uint8_t*>(head.queries(places_[0]));
+    const bool aligned = reinterpret_cast<uintptr_t>(first) % 64 == 0;
+    return plan_.reads_queries && aligned && rows % kTileRows == 0 ? first : nullptr;
   }
 
-  // A row block's queries: blocks of the depth, `block_step` bytes apart, whose rows are `stride` apart (0: as in copies
-  // of A).
+  // A row block's queries: blocks of the depth, `block_step` bytes apart, whose rows are `stride` apart (0: as in
+  // copies of A).
   struct Queries {
     const uint8_t* rows;
     int64_t stride, block_step;
@@ -254,7 +251,7 @@ class AttentionThread {
   // `first`: of an item, that the row block's queries are asked for.
   Queries queries_of(const AttentionHead<T>& head, int64_t block, bool first) const {
     const int64_t rows = rows_of(block).size();
-    if constexpr (kKeepsQueries) {
+    if constexpr (Block::kBackground) {
       constexpr int64_t kBlockStep = Block::kMaxTiles * 64;
       if (const uint8_t* in_place = queries_in_place(head, rows)) return {in_place, plan_.query_step, kBlockStep};
       uint8_t* copies = queries_ + (block - blocks_.begin) * Block::kRows * plan_.query_bytes;
@@ -266,7 +263,9 @@ class AttentionThread {
     }
   }
 
+  // Of tiles, for all blocks of keys.
   void keep_queries(const AttentionHead<T>& head, int64_t rows, uint8_t* to) const {
+    static_assert(std::is_same_v<A, T>, "tiles of what queries are");
     const int64_t bytes = call_.depth * static_cast<int64_t>(sizeof(T)), padded = plan_.depth_tiles * 64;
     for (int64_t row = 0; row < rows; ++row, to += plan_.query_bytes) {
       if (padded > bytes) __builtin_memset(to + padded - 64, 0, 64);
@@ -277,6 +276,7 @@ class AttentionThread {
     }
   }
 
+  // Of other blocks, for one block of keys.
   void copy_queries(const AttentionHead<T>& head, int64_t rows) const {
     for (int64_t k = 0; k < plan_.depth_blocks; ++k) {
       const int64_t first = k * Block::kMaxTiles * Block::kTileK;
@@ -288,7 +288,6 @@ class AttentionThread {
         copy_run<Block>(dtype_, from, count, to);
         __builtin_memset(to + count, 0, static_cast<size_t>(padded - count) * sizeof(A));
       }
-      clear_missing_rows(to, rows, padded);
     }
   }
 
@@ -304,8 +303,8 @@ class AttentionThread {
   struct Nothing {
     XOPT_INLINE void step() const {}
   };
-  // `k`: how many values of it count. Where products are of fp32, no others are multiplied. Only between the products of
-  // tiles there is time for something else.
+  // `k`: how many values of it count. Where products are of fp32, no others are multiplied. Only between the products
+  // of tiles there is time for something else.
   template <class Between>
   static void multiply(int64_t rows, int64_t columns, int64_t k, BlockCall call, Between* between) {
     [[maybe_unused]] Nothing nothing;

@@ -143,8 +143,8 @@ XOPT_INLINE float largest_of(F x) {
 #endif
 }
 
-// Masks a row of scores, after scaling them where `Scaled`, and returns the largest, lane by lane. `seen`: columns, the others count as
-// -inf. `bias`: nullptr, or what is added.
+// Masks a row of scores, after scaling them where `Scaled`, and returns the largest, lane by lane. `seen`: columns, the
+// others count as -inf. `bias`: nullptr, or what is added.
 template <bool Cut, bool Scaled>
 F mask_scores(const ScoreBlock& block, int64_t row, KeyRange seen, const float* bias, float scale) {
   const F nothing = set1(-kInfinity), factor = set1(scale);
@@ -187,26 +187,22 @@ void update_largest(SoftmaxState<N>* state, float unit, const float* found, floa
   }
 }
 
-// A block of scores on its way to probabilities. The instruction that subtracts the largest scales, too, unless masks add
-// to scores, which comes in between.
+// A block of scores on its way to probabilities. The instruction that subtracts the largest scales, too, unless masks
+// add to scores, which comes in between.
 template <int64_t N, class To>
 class SoftmaxStep {
  public:
   // Probabilities go into `to`, rows `to_stride` apart, with zeros up to `padded` columns.
   SoftmaxStep(const AttentionCall& call, const ScoreBlock& block, SoftmaxState<N>* state, To* to, int64_t to_stride,
               int64_t padded)
-      : block_(block),
+      : call_(call),
+        block_(block),
         state_(state),
         to_(to),
         to_stride_(to_stride),
         padded_(padded),
-        adds_(adds_to_scores(call)),
-        unit_(score_unit(call)),
-        given_scale_(adds_ ? call.scale : call.scale * kLog2E),
-        scales_later_(!adds_ && given_scale_ > 0),
-        scale_(scales_later_ ? given_scale_ : 1) {
-    for (int64_t row = 0; row < block.rows; ++row) store(vectors_ + row * kWidth, set1(-kInfinity));
-  }
+        scale_(adds_to_scores(call) ? call.scale : call.scale * kLog2E),
+        scales_later_(!adds_to_scores(call) && scale_ > 0) {}
 
   // Masks rows and finds their largest scores. `factors`: what sums made before have to be multiplied by.
   template <class Seen, class Bias>
@@ -217,7 +213,7 @@ class SoftmaxStep {
       const auto mask = scales_later_ ? cut ? mask_scores<true, false> : mask_scores<false, false>
                         : cut         ? mask_scores<true, true>
                                       : mask_scores<false, true>;
-      store(vectors_ + row * kWidth, mask(block_, row, keys, bias(row), given_scale_));
+      store(vectors_ + row * kWidth, mask(block_, row, keys, bias(row), scale_));
     }
     take_largest(factors);
   }
@@ -225,12 +221,12 @@ class SoftmaxStep {
   // Whether scores need not be scaled to be looked at.
   bool scales_later() const { return scales_later_; }
 
-  // Where nothing masks scores: the largest of a panel's rows [begin, end), which are to be looked at once.
+  // Where nothing masks scores: the largest of a panel's rows [begin, end). Panel by panel, each row once.
   XOPT_INLINE void look_at(int64_t panel, int64_t begin, int64_t end) {
     const float* scores = block_.scores + panel * block_.panel_stride + begin * block_.row_stride;
     const int64_t count = minimum(kPanelColumns, block_.columns - panel * kPanelColumns);
     for (int64_t row = begin; row < end; ++row, scores += block_.row_stride) {
-      F largest = load(vectors_ + row * kWidth);
+      F largest = panel == 0 ? set1(-kInfinity) : load(vectors_ + row * kWidth);
       for (int64_t i = 0; i < count; i += kWidth) largest = max(load(scores + i), largest);
       store(vectors_ + row * kWidth, largest);
     }
@@ -241,16 +237,16 @@ class SoftmaxStep {
     alignas(64) float found[N];
     for (int64_t row = 0; row < N; ++row) found[row] = -kInfinity;
     for (int64_t row = 0; row < block_.rows; ++row) {
-      found[row] = largest_of(load(vectors_ + row * kWidth)) * scale_;
+      found[row] = largest_of(load(vectors_ + row * kWidth)) * later_scale();
       store(vectors_ + row * kWidth, set1(0.0F));
     }
-    update_largest(state_, unit_, found, references_, factors);
+    update_largest(state_, score_unit(call_), found, references_, factors);
     for (int64_t row = 0; row < block_.rows; ++row) state_->sum[row] *= factors[row];
   }
 
   // The probabilities of a panel of columns, in which there are scores.
   void exponentiate(int64_t panel) {
-    if (adds_) {
+    if (adds_to_scores(call_)) {
       exponentiate_rows<true>(panel);
     } else {
       exponentiate_rows<false>(panel);
@@ -263,12 +259,15 @@ class SoftmaxStep {
   }
 
  private:
+  // What scores are yet to be scaled by.
+  float later_scale() const { return scales_later_ ? scale_ : 1.0F; }
+
   template <bool Adds>
   void exponentiate_rows(int64_t panel) {
     const int64_t column = panel * kPanelColumns, left = block_.columns - column;
     const float* scores = block_.scores + panel * block_.panel_stride;
     To* to = to_ + column;
-    const F scale = set1(Adds ? kLog2E : scale_);
+    const F scale = set1(Adds ? kLog2E : later_scale());
     for (int64_t row = 0; row < block_.rows; ++row, scores += block_.row_stride, to += to_stride_) {
       const F reference = set1(references_[row]), subtracted = set1(-references_[row]);
       const auto probability = [&](int64_t i) {
@@ -294,15 +293,13 @@ class SoftmaxStep {
     }
   }
 
+  const AttentionCall& call_;
   const ScoreBlock block_;
   SoftmaxState<N>* const state_;
   To* const to_;
   const int64_t to_stride_, padded_;
-  const bool adds_;          // masks add to scores
-  const float unit_;         // of scores
-  const float given_scale_;  // with that unit, where it can be
-  const bool scales_later_;  // scores are scaled as their largest is subtracted
-  const float scale_;        // by what
+  const float scale_;        // into the unit of scores, where no masks add to them
+  const bool scales_later_;  // as their largest is subtracted
   // Of each row: what is subtracted, and first its largest scores, then the sums of probabilities.
   alignas(64) float references_[N], vectors_[N * kWidth];
 };

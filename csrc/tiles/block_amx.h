@@ -129,21 +129,37 @@ struct TileBlock {
     }
   }
 
+  // Sums are tiles 0 and 1, and below them 2 and 3, as far as there are two rows of tiles and two columns.
+  static constexpr int64_t kSumRowBytes = kPanelColumns * 4, kSumTileBytes = kTileRows * kSumRowBytes;
+
+  template <bool TwoRows, bool TwoColumns>
+  static XOPT_INLINE void begin_sums(const BlockCall& call) {
+    if (!call.accumulate) {
+      XOPT_TILE_ZERO(0);
+      if constexpr (TwoColumns) XOPT_TILE_ZERO(1);
+      if constexpr (TwoRows) XOPT_TILE_ZERO(2);
+      if constexpr (TwoRows && TwoColumns) XOPT_TILE_ZERO(3);
+      return;
+    }
+    const auto* acc = static_cast<const uint8_t*>(call.acc);
+    XOPT_TILE_LOAD(0, acc, kSumRowBytes);
+    if constexpr (TwoColumns) XOPT_TILE_LOAD(1, acc + 64, kSumRowBytes);
+    if constexpr (TwoRows) XOPT_TILE_LOAD(2, acc + kSumTileBytes, kSumRowBytes);
+    if constexpr (TwoRows && TwoColumns) XOPT_TILE_LOAD(3, acc + kSumTileBytes + 64, kSumRowBytes);
+  }
+
+  template <bool TwoRows, bool TwoColumns>
+  static XOPT_INLINE void store_sums(const BlockCall& call) {
+    auto* acc = static_cast<uint8_t*>(call.acc);
+    XOPT_TILE_STORE(0, acc, kSumRowBytes);
+    if constexpr (TwoColumns) XOPT_TILE_STORE(1, acc + 64, kSumRowBytes);
+    if constexpr (TwoRows) XOPT_TILE_STORE(2, acc + kSumTileBytes, kSumRowBytes);
+    if constexpr (TwoRows && TwoColumns) XOPT_TILE_STORE(3, acc + kSumTileBytes + 64, kSumRowBytes);
+  }
+
   template <class Rows, class Between>
   static void two_row_tiles(Rows a, const BlockCall& call, Between& between) {
-    constexpr int64_t kRowBytes = kPanelColumns * 4;
-    auto* acc = static_cast<uint8_t*>(call.acc);
-    if (call.accumulate) {
-      XOPT_TILE_LOAD(0, acc, kRowBytes);
-      XOPT_TILE_LOAD(1, acc + 64, kRowBytes);
-      XOPT_TILE_LOAD(2, acc + kTileRows * kRowBytes, kRowBytes);
-      XOPT_TILE_LOAD(3, acc + kTileRows * kRowBytes + 64, kRowBytes);
-    } else {
-      XOPT_TILE_ZERO(0);
-      XOPT_TILE_ZERO(1);
-      XOPT_TILE_ZERO(2);
-      XOPT_TILE_ZERO(3);
-    }
+    begin_sums<true, true>(call);
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
@@ -178,23 +194,12 @@ struct TileBlock {
     end_of_step();
     ahead.step();
     between.step();
-    XOPT_TILE_STORE(0, acc, kRowBytes);
-    XOPT_TILE_STORE(1, acc + 64, kRowBytes);
-    XOPT_TILE_STORE(2, acc + kTileRows * kRowBytes, kRowBytes);
-    XOPT_TILE_STORE(3, acc + kTileRows * kRowBytes + 64, kRowBytes);
+    store_sums<true, true>(call);
   }
 
   template <class Rows, class Between>
   static void one_row_tile(Rows a, const BlockCall& call, Between& between) {
-    constexpr int64_t kRowBytes = kPanelColumns * 4;
-    auto* acc = static_cast<uint8_t*>(call.acc);
-    if (call.accumulate) {
-      XOPT_TILE_LOAD(0, acc, kRowBytes);
-      XOPT_TILE_LOAD(1, acc + 64, kRowBytes);
-    } else {
-      XOPT_TILE_ZERO(0);
-      XOPT_TILE_ZERO(1);
-    }
+    begin_sums<false, true>(call);
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
@@ -211,22 +216,13 @@ struct TileBlock {
       ahead.step();
       between.step();
     }
-    XOPT_TILE_STORE(0, acc, kRowBytes);
-    XOPT_TILE_STORE(1, acc + 64, kRowBytes);
+    store_sums<false, true>(call);
   }
 
   // Of a panel of which no more than a half is wanted.
   template <class Rows, class Between>
   static void one_column_tile(Rows a, const BlockCall& call, Between& between) {
-    constexpr int64_t kRowBytes = kPanelColumns * 4;
-    auto* acc = static_cast<uint8_t*>(call.acc);
-    if (call.accumulate) {
-      XOPT_TILE_LOAD(0, acc, kRowBytes);
-      XOPT_TILE_LOAD(2, acc + kTileRows * kRowBytes, kRowBytes);
-    } else {
-      XOPT_TILE_ZERO(0);
-      XOPT_TILE_ZERO(2);
-    }
+    begin_sums<true, false>(call);
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     for (int64_t t = 0; t < call.k_tiles; ++t, b += b_advance) {
@@ -241,8 +237,7 @@ struct TileBlock {
       XOPT_TILE_ZERO(6);
       between.step();
     }
-    XOPT_TILE_STORE(0, acc, kRowBytes);
-    XOPT_TILE_STORE(2, acc + kTileRows * kRowBytes, kRowBytes);
+    store_sums<true, false>(call);
   }
 #undef XOPT_DOT
 };
