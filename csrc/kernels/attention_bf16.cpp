@@ -1,7 +1,7 @@
-// Attention of bf16 tensors. See attention.h and attention_loop.h.
+// Attention of bf16 tensors. See attention.h, attention_loop.h and attention_tiles.h.
 // isa: scalar avx2 avx512 avx512_bf16 amx
 #include "kernels/attention_loop.h"
-#include "tiles/block_amx.h"
+#include "kernels/attention_tiles.h"
 #include "tiles/block_avx2.h"
 #include "tiles/block_avx512.h"
 #include "tiles/block_scalar.h"
@@ -11,7 +11,7 @@ namespace {
 
 void attention_bf16(const AttentionCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
-  attention_with<TileBlock<TileBf16>, Bf16>(call, DType::bf16);
+  if (!few_rows_done<Bf16>(call)) attention_on_tiles(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
   attention_with<FmaBlock<WeightPairs>, Bf16>(call, DType::bf16);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2

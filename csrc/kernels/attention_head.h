@@ -1,6 +1,7 @@
 // A head of keys as attention sees it: its rows of queries, its keys and values, its outputs.
 #pragma once
 
+#include "kernels/attention_pack.h"
 #include "kernels/attention_softmax.h"
 #include "kernels/gemm_plan.h"
 
@@ -20,6 +21,12 @@ XOPT_INLINE void find_places(const AttentionCall& call, int64_t first, int64_t c
   }
 }
 
+// Of a row block.
+template <int64_t N>
+struct BlockState : SoftmaxState<N> {
+  float magnitude;  // of its queries, where probabilities may be made in integers
+};
+
 // A head of keys, and what all ways of computing it have in common.
 template <class T>
 struct AttentionHead {
@@ -33,11 +40,64 @@ struct AttentionHead {
   }
   const T* keys(int64_t key) const { return at(call.key, key); }
   const T* values(int64_t key) const { return at(call.value, key); }
+  // Those from `key` on, at most so many.
+  HeadRows<T> some_keys(int64_t key, int64_t most) const {
+    return {keys(key), call.key.row_stride, minimum(most, call.keys - key), call.depth};
+  }
+  HeadRows<T> some_values(int64_t key, int64_t most) const {
+    return {values(key), call.value.row_stride, minimum(most, call.keys - key), call.value_depth};
+  }
   T* out(RowPlace place) const {
     const int64_t query = batch * call.queries + place.query;
     return static_cast<T*>(call.out) + (query * call.heads * call.group + query_head(place)) * call.value_depth;
   }
 
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+  float magnitude_of_queries(const RowPlace* places, int64_t rows) const {
+    const int64_t at_once = call.group == 1 ? rows : 1;  // that lie at one distance
+    float most = 0;
+    for (int64_t row = 0; row < rows; row += at_once) {
+      const HeadRows<T> some{queries(places[row]), call.query.row_stride, at_once, call.depth};
+      most = maximum(largest_magnitude(some), most);
+    }
+    return most;
+  }
+#endif
+
+  // Masks scores of rows with a block of keys. `places`: of the rows.
+  template <class Softmax>
+  void mask(Range rows, const RowPlace* places, int64_t key, int64_t count, MaskRow* mask, Softmax* softmax) const {
+    const bool all_seen = is_within_band(rows, key, count), one = !has_mask() || rows_share_mask();
+    const bool none = !has_mask() || (one && allows_all(key, count));
+    const float* first = none ? nullptr : bias(mask, places[0], key, count);
+    softmax->mask([&](int64_t row) { return all_seen ? KeyRange{0, count} : seen(places[row], key, count); },
+                  [&](int64_t row) { return one ? first : bias(mask, places[row], key, count); });
+  }
+
+  // Whether all rows see all keys of a block, and there is nothing to mask.
+  bool sees_all(Range rows, int64_t key, int64_t count) const {
+    if (count % kWidth != 0 || !is_within_band(rows, key, count)) return false;
+    return !has_mask() || (rows_share_mask() && allows_all(key, count));
+  }
+
+ private:
+  bool has_mask() const { return call.mask.kind != MaskKind::none; }
+  bool is_within_band(Range rows, int64_t key, int64_t count) const {
+    const int64_t first = rows.begin / call.group, last = (rows.end - 1) / call.group;
+    return keys_of_queries(call, last, last).begin <= key && keys_of_queries(call, first, first).end >= key + count;
+  }
+  // As where a mask hides padding.
+  bool rows_share_mask() const { return call.mask.row_stride == 0 && (call.group == 1 || call.mask.head_stride == 0); }
+  // Of a mask that rows share.
+  bool allows_all(int64_t key, int64_t count) const {
+    const AttentionMask& mask = call.mask;
+    if (mask.kind != MaskKind::allowed) return false;
+    const auto* allowed = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
+                          head * call.group * mask.head_stride + key * mask.column_stride;
+    bool all = true;
+    for (int64_t i = 0; i < count; ++i) all = all && allowed[i * mask.column_stride] != 0;
+    return all;
+  }
   // Columns of a block of keys that a row sees.
   KeyRange seen(RowPlace place, int64_t key, int64_t count) const {
     const KeyRange keys = keys_of_queries(call, place.query, place.query);
@@ -46,8 +106,6 @@ struct AttentionHead {
   const float* bias(MaskRow* mask, RowPlace place, int64_t key, int64_t count) const {
     return mask->load(batch, query_head(place), place.query, key, count);
   }
-
- private:
   int64_t query_head(RowPlace place) const { return head * call.group + place.head; }
   const T* at(const HeadsView& view, int64_t key) const {
     return static_cast<const T*>(view.data) + batch * view.batch_stride + head * view.head_stride +
@@ -60,10 +118,10 @@ XOPT_INLINE float inverse_of(float sum) { return sum == 0 ? 0.0F : 1.0F / sum; }
 
 template <class T>
 XOPT_INLINE void write_scaled(const float* sums, float inverse, int64_t count, T* out) {
-  for (int64_t i = 0; i < count; i += kWidth) {
-    const F x = inverse == 0 ? set1(0.0F) : mul(load(sums + i), set1(inverse));
-    store_first(out + i, x, count - i);
-  }
+  const auto scaled = [&](int64_t i) { return inverse == 0 ? set1(0.0F) : mul(load(sums + i), set1(inverse)); };
+  int64_t i = 0;
+  for (; i + 2 * kWidth <= count; i += 2 * kWidth) store_two(out + i, scaled(i), scaled(i + kWidth));
+  for (; i < count; i += kWidth) store_first(out + i, scaled(i), count - i);
 }
 
 // Items of unequal length (causality) go to whichever thread is free: no item's result depends on another.

@@ -39,6 +39,29 @@ XOPT_INLINE void prefetch_rows(const HeadRows<T>& rows, int64_t first, int64_t l
   }
 }
 
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+// The largest magnitude; NaN counts as infinity.
+inline float largest_magnitude(const HeadRows<Bf16>& rows) {
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const Bf16* from = rows.data + row * rows.row_stride;
+    int64_t i = 0;
+    for (; i + 32 <= rows.columns; i += 32) {
+      most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(from + i), magnitude));
+    }
+    if (i == rows.columns) continue;
+    const auto rest = static_cast<__mmask32>((1U << (rows.columns - i)) - 1);
+    most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_maskz_loadu_epi16(rest, from + i), magnitude));
+  }
+  const __m512i odd = _mm512_srli_epi32(most, 16), even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff));
+  const int bits = minimum(_mm512_reduce_max_epi32(_mm512_max_epi32(odd, even)), 0x7f80) << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+#endif
+
 template <class To, class T>
 void pack_keys(const HeadRows<T>& keys, uint8_t* panels) {
   constexpr int64_t k_tile = 64 / static_cast<int64_t>(sizeof(To));
@@ -71,6 +94,17 @@ XOPT_INLINE void interleave(const void* first, const void* second, uint8_t* to) 
   }
 }
 
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+// Rows of two tiles side by side: 32 columns of two keys.
+XOPT_INLINE void interleave_panel(const void* first, const void* second, uint8_t* to) {
+  const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+  const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);  // of each four words
+  const __m512i left = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), right = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, left, high));
+  _mm512_storeu_si512(to + kTileBytes, _mm512_permutex2var_epi64(low, right, high));
+}
+#endif
+
 // The row of a tile that begins at (key, column), of one key (fp32 panels) or two.
 template <class To, class T>
 XOPT_INLINE void pack_value_row(const HeadRows<T>& values, int64_t key, int64_t column, uint8_t* to) {
@@ -90,22 +124,35 @@ XOPT_INLINE void pack_value_row(const HeadRows<T>& values, int64_t key, int64_t 
   interleave(staged, staged + kTileColumns, to);
 }
 
-// `panel_bytes`: from one panel to the next.
+// `panel_bytes`: from one panel to the next. `with_ones`: a column of ones follows (of bf16).
 template <class To, class T>
-void pack_values(const HeadRows<T>& values, int64_t panel_bytes, uint8_t* panels) {
+void pack_values(const HeadRows<T>& values, int64_t panel_bytes, uint8_t* panels, bool with_ones = false) {
   constexpr int64_t group = 4 / static_cast<int64_t>(sizeof(To));
+  const int64_t columns = values.columns + (with_ones ? 1 : 0);
   const int64_t padded = round_up(values.count, kTileRows * group);
   for (int64_t key = 0; key < padded; key += group) {
     const int64_t row = key / group;
     uint8_t* tile_row = panels + row / kTileRows * 2 * kTileBytes + row % kTileRows * 64;
     // The second half of a panel may be all padding; blocks of whole panels read it none the less.
-    for (int64_t column = 0; column < round_up(values.columns, kPanelColumns); column += kTileColumns) {
+    for (int64_t column = 0; column < round_up(columns, kPanelColumns); column += kTileColumns) {
       uint8_t* to =
           tile_row + column / kPanelColumns * panel_bytes + column % kPanelColumns / kTileColumns * kTileBytes;
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+      if (group == 2 && column + kPanelColumns <= values.columns && key + 1 < values.count) {
+        const T* from = values.data + key * values.row_stride + column;
+        interleave_panel(from, from + values.row_stride, to);
+        column += kTileColumns;  // both tiles of the panel
+        continue;
+      }
+#endif
       if (column < values.columns) {
         pack_value_row<To>(values, key, column, to);
       } else {
         __builtin_memset(to, 0, 64);
+      }
+      if (with_ones && column == values.columns / kTileColumns * kTileColumns) {
+        auto* words = reinterpret_cast<uint16_t*>(to) + values.columns % kTileColumns * group;
+        for (int64_t i = 0; i < group; ++i) words[i] = 0x3f80;
       }
     }
   }

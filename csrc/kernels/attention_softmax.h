@@ -4,14 +4,16 @@
 #include <type_traits>
 
 #include "kernels/attention.h"
+#include "tiles/exp2_words.h"
 #include "tiles/layout.h"
 #include "tiles/math.h"
+#include "tiles/reduce_rows.h"
 #include "tiles/view.h"
 
 namespace xopt::XOPT_ISA {
 
-// Keys between two looks at the maximum. More make fewer of them; AMX's 32 rows of scores fill L1 at 384.
-inline constexpr int64_t kKeyBlock = XOPT_LEVEL >= XOPT_LEVEL_AMX ? 256 : 384;
+// Keys between two looks at the maximum, but for tiles. More make fewer of them.
+inline constexpr int64_t kKeyBlock = 384;
 // The most that a call may ask for.
 inline constexpr int64_t kMostKeys = 1024;
 inline constexpr float kInfinity = __builtin_inff(), kLog2E = 1.44269504F;
@@ -79,6 +81,15 @@ class MaskRow {
   alignas(64) float bias_[kMostKeys];
 };
 
+// How large a score can be, before masks add to it, as a power of two: of queries and keys of these magnitudes.
+inline float reach_of_scores(const AttentionCall& call, float queries, float keys) {
+  return static_cast<float>(call.depth) * queries * keys * __builtin_fabsf(call.scale) * kLog2E;
+}
+// Within this reach no sum is infinite or NaN, which integers do not know.
+inline constexpr float kReachOfWords = 0x1p100F;
+// Within this, the difference of two scores is a count of 31 bits (exp2_words.h).
+inline constexpr float kReachOfReuse = 0x1p20F;
+
 // Of the keys so far. The largest score is -inf, and the sum 0, as long as a row saw none.
 template <int64_t N>  // rows, a multiple of kWidth
 struct SoftmaxState {
@@ -130,30 +141,20 @@ XOPT_INLINE F exp2_of_negative(F x) {
   return select_less(x, least, set1(0.0F), scale_by_floor(p, inside));
 }
 
-XOPT_INLINE float largest_of(F x) {
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-  return _mm512_reduce_max_ps(x);
-#else
-  alignas(64) float lanes[kWidth];
-  store(lanes, x);
-  for (int64_t half = kWidth / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) lanes[i] = maximum(lanes[i], lanes[i + half]);
-  }
-  return lanes[0];
-#endif
-}
-
 // Masks a row of scores, after scaling them where `Scaled`, and returns the largest, lane by lane. `seen`: columns, the
-// others count as -inf. `bias`: nullptr, or what is added.
+// others count as -inf. `bias`: nullptr, or what is added. `endless`: gets a lane above 0 where NaN or infinity come out.
 template <bool Cut, bool Scaled>
-F mask_scores(const ScoreBlock& block, int64_t row, KeyRange seen, const float* bias, float scale) {
+F mask_scores(const ScoreBlock& block, int64_t row, KeyRange seen, const float* bias, float scale, F* endless) {
   const F nothing = set1(-kInfinity), factor = set1(scale);
   const F first = set1(static_cast<float>(seen.begin)), last = set1(static_cast<float>(seen.end - 1));
-  F largest = nothing;
+  F largest = nothing, without_end = *endless;
   block.for_vectors(row, [&](float* scores, int64_t column) {
     F s = load(scores);
     if constexpr (Scaled) s = mul(s, factor);
-    if (bias != nullptr) s = add(s, load(bias + column));
+    if (bias != nullptr) {
+      s = add(s, load(bias + column));
+      without_end = select_less(s, set1(kInfinity), without_end, set1(1.0F));
+    }
     if constexpr (Cut) {
       const F number = add(load(kColumnNumbers), set1(static_cast<float>(column)));
       s = select_less(number, first, nothing, s);
@@ -162,6 +163,7 @@ F mask_scores(const ScoreBlock& block, int64_t row, KeyRange seen, const float* 
     if (Cut || Scaled || bias != nullptr) store(scores, s);
     largest = max(s, largest);  // passes over NaN, which the exponentials bring into the sum
   });
+  *endless = without_end;
   return largest;
 }
 
@@ -188,74 +190,93 @@ void update_largest(SoftmaxState<N>* state, float unit, const float* found, floa
 }
 
 // A block of scores on its way to probabilities. The instruction that subtracts the largest scales, too, unless masks
-// add to scores, which comes in between.
-template <int64_t N, class To>
+// add to scores, which comes in between. `Sums`: whether it sums the probabilities; else it notes the largest.
+template <int64_t N, class To, bool Sums = true>
 class SoftmaxStep {
+  static constexpr bool kHasWords = XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16 && std::is_same_v<To, Bf16>;
+
  public:
-  // Probabilities go into `to`, rows `to_stride` apart, with zeros up to `padded` columns.
+  // Probabilities go into `to`, rows `to_stride` apart, with zeros up to a multiple of 32 columns. `by_words`: scores reach no
+  // further than kReachOfWords.
   SoftmaxStep(const AttentionCall& call, const ScoreBlock& block, SoftmaxState<N>* state, To* to, int64_t to_stride,
-              int64_t padded)
+              bool by_words)
       : call_(call),
         block_(block),
         state_(state),
         to_(to),
         to_stride_(to_stride),
-        padded_(padded),
         scale_(adds_to_scores(call) ? call.scale : call.scale * kLog2E),
-        scales_later_(!adds_to_scores(call) && scale_ > 0) {}
+        scales_later_(!adds_to_scores(call) && scale_ > 0),
+        by_words_(by_words) {}
 
-  // Masks rows and finds their largest scores. `factors`: what sums made before have to be multiplied by.
+  // Masks rows, and looks at them.
   template <class Seen, class Bias>
-  void find_largest(const Seen& seen, const Bias& bias, float* factors) {
+  void mask(const Seen& seen, const Bias& bias) {
+    F endless = set1(0.0F);
     for (int64_t row = 0; row < block_.rows; ++row) {
       const KeyRange keys = seen(row);
       const bool cut = keys.begin > 0 || keys.end < round_up(block_.columns, kWidth);
-      const auto mask = scales_later_ ? cut ? mask_scores<true, false> : mask_scores<false, false>
-                        : cut         ? mask_scores<true, true>
-                                      : mask_scores<false, true>;
-      store(vectors_ + row * kWidth, mask(block_, row, keys, bias(row), scale_));
+      const auto mask_row = scales_later_ ? cut ? mask_scores<true, false> : mask_scores<false, false>
+                            : cut         ? mask_scores<true, true>
+                                          : mask_scores<false, true>;
+      store(vectors_ + row * kWidth, mask_row(block_, row, keys, bias(row), scale_, &endless));
     }
-    take_largest(factors);
+    by_words_ = by_words_ && reduce_add(endless) == 0;
   }
 
   // Whether scores need not be scaled to be looked at.
   bool scales_later() const { return scales_later_; }
 
-  // Where nothing masks scores: the largest of a panel's rows [begin, end). Panel by panel, each row once.
-  XOPT_INLINE void look_at(int64_t panel, int64_t begin, int64_t end) {
-    const float* scores = block_.scores + panel * block_.panel_stride + begin * block_.row_stride;
-    const int64_t count = minimum(kPanelColumns, block_.columns - panel * kPanelColumns);
-    for (int64_t row = begin; row < end; ++row, scores += block_.row_stride) {
-      F largest = panel == 0 ? set1(-kInfinity) : load(vectors_ + row * kWidth);
-      for (int64_t i = 0; i < count; i += kWidth) largest = max(load(scores + i), largest);
+  // Looks at rows [begin, end), where nothing masks scores.
+  void look_at(int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      F largest = set1(-kInfinity);
+      block_.for_vectors(row, [&](const float* scores, int64_t) { largest = max(load(scores), largest); });
       store(vectors_ + row * kWidth, largest);
     }
   }
-
-  // Of rows that have all been looked at.
+  // When all rows have been looked at. `factors`: what sums made before have to be multiplied by.
   void take_largest(float* factors) {
     alignas(64) float found[N];
-    for (int64_t row = 0; row < N; ++row) found[row] = -kInfinity;
-    for (int64_t row = 0; row < block_.rows; ++row) {
-      found[row] = largest_of(load(vectors_ + row * kWidth)) * later_scale();
-      store(vectors_ + row * kWidth, set1(0.0F));
-    }
+    reduce_rows<N>(vectors_, block_.rows, -kInfinity, found, [](F x, F y) { return max(x, y); });
+    for (int64_t row = 0; row < N; row += kWidth) store(found + row, mul(load(found + row), set1(later_scale())));
     update_largest(state_, score_unit(call_), found, references_, factors);
-    for (int64_t row = 0; row < block_.rows; ++row) state_->sum[row] *= factors[row];
+    if constexpr (!Sums) return;
+    for (int64_t row = 0; row < block_.rows; ++row) {
+      store(vectors_ + row * kWidth, set1(0.0F));
+      state_->sum[row] *= factors[row];
+    }
   }
 
-  // The probabilities of a panel of columns, in which there are scores.
-  void exponentiate(int64_t panel) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+  // In place of taking the largest, where words are made within kReachOfReuse, and masks do not add: subtracts what was the
+  // largest so far. Afterwards, whether scores are so much larger that this will not do, as any are where there was none.
+  void reuse_largest() {
+    const F none = set1(-2 * kReachOfReuse);
+    for (int64_t row = 0; row < N; row += kWidth) store(references_ + row, max(none, load(state_->largest + row)));
+  }
+  bool outgrew_largest() const {
+    constexpr int kMost = 40;  // as a power of two: far from what overflows, were values and keys many
+    constexpr auto kLimit = static_cast<uint16_t>(kExp2Offset + kExp2Scale * kMost);
+    const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(kLimit));
+    return _mm512_cmpgt_epu16_mask(most_, limit) != 0;
+  }
+#endif
+
+  // The probabilities of a panel of columns, in which there are scores, in rows [begin, end).
+  void exponentiate(int64_t panel, int64_t begin, int64_t end) {
     if (adds_to_scores(call_)) {
-      exponentiate_rows<true>(panel);
+      exponentiate_panel<true>(panel, begin, end);
     } else {
-      exponentiate_rows<false>(panel);
+      exponentiate_panel<false>(panel, begin, end);
     }
   }
 
   // When all panels are done.
   void add_sums() {
-    for (int64_t row = 0; row < block_.rows; ++row) state_->sum[row] += reduce_add(load(vectors_ + row * kWidth));
+    alignas(64) float sums[N];
+    reduce_rows<N>(vectors_, block_.rows, 0.0F, sums, [](F x, F y) { return add(x, y); });
+    for (int64_t row = 0; row < block_.rows; ++row) state_->sum[row] += sums[row];
   }
 
  private:
@@ -263,18 +284,55 @@ class SoftmaxStep {
   float later_scale() const { return scales_later_ ? scale_ : 1.0F; }
 
   template <bool Adds>
-  void exponentiate_rows(int64_t panel) {
+  void exponentiate_panel(int64_t panel, int64_t begin, int64_t end) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+    if constexpr (kHasWords) {
+      if (by_words_) return exponentiate_by_words<Adds>(panel, begin, end);
+    }
+#endif
+    exponentiate_by_floats<Adds>(panel, begin, end);
+  }
+
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+  // Sums are of the words, so what rounding adds to all of them alike does not count.
+  template <bool Adds>
+  void exponentiate_by_words(int64_t panel, int64_t begin, int64_t end) {
+    const int64_t column = panel * kPanelColumns, row_stride = block_.row_stride, to_stride = to_stride_;
+    const bool has_second = block_.columns - column > kWidth;
+    const float* scores = block_.scores + panel * block_.panel_stride + begin * row_stride;
+    To* to = to_ + column + begin * to_stride;
+    const F scale = set1(kExp2Scale * (Adds ? kLog2E : later_scale())), offset = set1(kExp2Offset);
+    __m512i most = most_;
+    for (int64_t row = begin; row < end; ++row, scores += row_stride, to += to_stride) {
+      const F reference = set1(references_[row]);
+      const F subtracted = fma(reference, set1(-kExp2Scale), offset);
+      const auto count = [&](const float* from) {
+        const F score = load(from);
+        return Adds ? fma(sub(score, reference), scale, offset) : fma(score, scale, subtracted);
+      };
+      const __m512i counts = exp2_counts(count(scores), has_second ? count(scores + kWidth) : set1(0.0F));
+      const __m512i words = exp2_words(counts);
+      if constexpr (!Sums) most = _mm512_max_epu16(most, counts);
+      _mm512_storeu_si512(to, words);
+      if constexpr (Sums) store(vectors_ + row * kWidth, add_words(load(vectors_ + row * kWidth), words));
+    }
+    most_ = most;
+  }
+#endif
+
+  template <bool Adds>
+  void exponentiate_by_floats(int64_t panel, int64_t begin, int64_t end) {
     const int64_t column = panel * kPanelColumns, left = block_.columns - column;
-    const float* scores = block_.scores + panel * block_.panel_stride;
-    To* to = to_ + column;
+    const float* scores = block_.scores + panel * block_.panel_stride + begin * block_.row_stride;
+    To* to = to_ + column + begin * to_stride_;
     const F scale = set1(Adds ? kLog2E : later_scale());
-    for (int64_t row = 0; row < block_.rows; ++row, scores += block_.row_stride, to += to_stride_) {
+    for (int64_t row = begin; row < end; ++row, scores += block_.row_stride, to += to_stride_) {
       const F reference = set1(references_[row]), subtracted = set1(-references_[row]);
       const auto probability = [&](int64_t i) {
         const F score = load(scores + i);
         return exp2_of_negative<To>(Adds ? mul(sub(score, reference), scale) : fma(score, scale, subtracted));
       };
-      F sum = load(vectors_ + row * kWidth);
+      F sum = Sums ? load(vectors_ + row * kWidth) : set1(0.0F);
       if (left >= kPanelColumns) {
         for (int64_t i = 0; i < kPanelColumns; i += 2 * kWidth) {
           const F x = probability(i), y = probability(i + kWidth);
@@ -287,9 +345,9 @@ class SoftmaxStep {
           sum = add(sum, x);
           store(to + i, x);
         }
-        for (int64_t i = round_up(left, kWidth); i < padded_ - column; i += kWidth) store(to + i, set1(0.0F));
+        for (int64_t i = round_up(left, kWidth); i < kPanelColumns; i += kWidth) store(to + i, set1(0.0F));
       }
-      store(vectors_ + row * kWidth, sum);
+      if constexpr (Sums) store(vectors_ + row * kWidth, sum);
     }
   }
 
@@ -297,9 +355,13 @@ class SoftmaxStep {
   const ScoreBlock block_;
   SoftmaxState<N>* const state_;
   To* const to_;
-  const int64_t to_stride_, padded_;
+  const int64_t to_stride_;
   const float scale_;        // into the unit of scores, where no masks add to them
   const bool scales_later_;  // as their largest is subtracted
+  bool by_words_;            // exponentials are made in integers
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+  __m512i most_ = _mm512_setzero_si512();  // of their counts
+#endif
   // Of each row: what is subtracted, and first its largest scores, then the sums of probabilities.
   alignas(64) float references_[N], vectors_[N * kWidth];
 };

@@ -144,10 +144,10 @@ class AttentionStream {
     }
     alignas(64) float factors[16];
     const ScoreBlock scores{scores_, kKeyBlock, kPanelColumns, plan_.rows, count};
-    SoftmaxStep<16, float> softmax(call_, scores, state_, scores_, kKeyBlock, count);
-    softmax.find_largest([&](int64_t row) { return head.seen(places_[row], key, count); },
-                         [&](int64_t row) { return head.bias(&mask_, places_[row], key, count); }, factors);
-    for (int64_t panel = 0; panel * kPanelColumns < count; ++panel) softmax.exponentiate(panel);
+    SoftmaxStep<16, float> softmax(call_, scores, state_, scores_, kKeyBlock, false);
+    head.mask({0, plan_.rows}, places_, key, count, &mask_, &softmax);
+    softmax.take_largest(factors);
+    for (int64_t panel = 0; panel * kPanelColumns < count; ++panel) softmax.exponentiate(panel, 0, plan_.rows);
     softmax.add_sums();
     int64_t row = 0;
     for (; row + kRowsAtOnce <= plan_.rows; row += kRowsAtOnce) add_values<kRowsAtOnce>(head, key, count, row, factors);
@@ -239,5 +239,15 @@ class AttentionStream {
   StreamState* state_ = nullptr;   // of the part
   float *queries_ = nullptr, *scores_ = nullptr, *converted_ = nullptr;
 };
+
+// Computes attention of nothing and of a few rows, for which blocks would be too much; false for any other.
+template <class T>
+bool few_rows_done(const AttentionCall& call) {
+  const int64_t heads = call.batch * call.heads, rows = call.queries * call.group;
+  if (heads == 0 || rows == 0 || call.value_depth == 0) return true;
+  if (rows > kFewRows) return false;
+  AttentionStream<T>::run(call);
+  return true;
+}
 
 }  // namespace xopt::XOPT_ISA

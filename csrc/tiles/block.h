@@ -46,7 +46,7 @@ struct BlockCall {
   // tile hold values.
   const void* finish = nullptr;
   int64_t last_rows = kTileRows;
-  // Of how many columns sums are wanted. Those blocks look here, and tiles.
+  // Of how many columns sums are wanted.
   int64_t columns = kPanelColumns;
   // Lines of weights to fetch into L2 for later, so many for each step along k. Only blocks with kBackground look here:
   // in registers of their loop it costs them less than among what happens between their products.

@@ -120,46 +120,44 @@ struct TileBlock {
 
   template <class Rows, class Between>
   static void run_on(int64_t rows, const BlockCall& call, Between& between) {
-    if (rows <= kTileRows) {
-      one_row_tile(Rows(call), call, between);
-    } else if (call.columns <= kTileColumns) {
-      one_column_tile(Rows(call), call, between);
-    } else {
+    if (rows > kTileRows) {
       two_row_tiles(Rows(call), call, between);
+    } else {
+      one_row_tile(Rows(call), call, between);
     }
   }
 
-  // Sums are tiles 0 and 1, and below them 2 and 3, as far as there are two rows of tiles and two columns.
+  // Sums are tiles 0 and 1, and below them 2 and 3, where there are two rows of tiles.
   static constexpr int64_t kSumRowBytes = kPanelColumns * 4, kSumTileBytes = kTileRows * kSumRowBytes;
 
-  template <bool TwoRows, bool TwoColumns>
+  template <bool TwoRows>
   static XOPT_INLINE void begin_sums(const BlockCall& call) {
     if (!call.accumulate) {
       XOPT_TILE_ZERO(0);
-      if constexpr (TwoColumns) XOPT_TILE_ZERO(1);
+      XOPT_TILE_ZERO(1);
       if constexpr (TwoRows) XOPT_TILE_ZERO(2);
-      if constexpr (TwoRows && TwoColumns) XOPT_TILE_ZERO(3);
+      if constexpr (TwoRows) XOPT_TILE_ZERO(3);
       return;
     }
     const auto* acc = static_cast<const uint8_t*>(call.acc);
     XOPT_TILE_LOAD(0, acc, kSumRowBytes);
-    if constexpr (TwoColumns) XOPT_TILE_LOAD(1, acc + 64, kSumRowBytes);
+    XOPT_TILE_LOAD(1, acc + 64, kSumRowBytes);
     if constexpr (TwoRows) XOPT_TILE_LOAD(2, acc + kSumTileBytes, kSumRowBytes);
-    if constexpr (TwoRows && TwoColumns) XOPT_TILE_LOAD(3, acc + kSumTileBytes + 64, kSumRowBytes);
+    if constexpr (TwoRows) XOPT_TILE_LOAD(3, acc + kSumTileBytes + 64, kSumRowBytes);
   }
 
-  template <bool TwoRows, bool TwoColumns>
+  template <bool TwoRows>
   static XOPT_INLINE void store_sums(const BlockCall& call) {
     auto* acc = static_cast<uint8_t*>(call.acc);
     XOPT_TILE_STORE(0, acc, kSumRowBytes);
-    if constexpr (TwoColumns) XOPT_TILE_STORE(1, acc + 64, kSumRowBytes);
+    XOPT_TILE_STORE(1, acc + 64, kSumRowBytes);
     if constexpr (TwoRows) XOPT_TILE_STORE(2, acc + kSumTileBytes, kSumRowBytes);
-    if constexpr (TwoRows && TwoColumns) XOPT_TILE_STORE(3, acc + kSumTileBytes + 64, kSumRowBytes);
+    if constexpr (TwoRows) XOPT_TILE_STORE(3, acc + kSumTileBytes + 64, kSumRowBytes);
   }
 
   template <class Rows, class Between>
   static void two_row_tiles(Rows a, const BlockCall& call, Between& between) {
-    begin_sums<true, true>(call);
+    begin_sums<true>(call);
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
@@ -194,12 +192,12 @@ struct TileBlock {
     end_of_step();
     ahead.step();
     between.step();
-    store_sums<true, true>(call);
+    store_sums<true>(call);
   }
 
   template <class Rows, class Between>
   static void one_row_tile(Rows a, const BlockCall& call, Between& between) {
-    begin_sums<false, true>(call);
+    begin_sums<false>(call);
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
@@ -216,28 +214,7 @@ struct TileBlock {
       ahead.step();
       between.step();
     }
-    store_sums<false, true>(call);
-  }
-
-  // Of a panel of which no more than a half is wanted.
-  template <class Rows, class Between>
-  static void one_column_tile(Rows a, const BlockCall& call, Between& between) {
-    begin_sums<true, false>(call);
-    const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
-    const int64_t b_advance = direction(call) * 2 * kTileBytes;
-    for (int64_t t = 0; t < call.k_tiles; ++t, b += b_advance) {
-      if (t > 0) a.next();
-      XOPT_TILE_STREAM(6, b, 64);
-      XOPT_TILE_LOAD(4, a.rows, a.stride);
-      XOPT_DOT(0, 4, 6);
-      XOPT_TILE_ZERO(4);
-      XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
-      XOPT_DOT(2, 5, 6);
-      XOPT_TILE_ZERO(5);
-      XOPT_TILE_ZERO(6);
-      between.step();
-    }
-    store_sums<true, false>(call);
+    store_sums<false>(call);
   }
 #undef XOPT_DOT
 };

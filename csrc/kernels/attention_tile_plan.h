@@ -1,0 +1,47 @@
+// How attention on tiles is cut up (attention_tiles.h). Pure arithmetic.
+#pragma once
+
+#include "kernels/attention_items.h"
+
+namespace xopt::XOPT_ISA {
+
+struct TilePlan : AttentionItems {
+  static constexpr int64_t kRows = 2 * kTileRows;
+  static constexpr int64_t kMostStepKeys = 128;
+  static constexpr int64_t kChunkBytes = 512 * 1024;
+
+  explicit TilePlan(const AttentionCall& call) : AttentionItems(call, kRows, false) {
+    depth_tiles = maximum<int64_t>(1, ceil_div(call.depth, 2 * kTileRows));
+    value_tiles = call.value_depth / kTileColumns + 1;
+    value_panels = ceil_div(value_tiles, 2);
+    key_panel_bytes = depth_tiles * 2 * kTileBytes;
+    // Sums of wide values cost more to load and store than scores beyond L1.
+    step_keys = value_tiles > 8 ? kMostStepKeys : kMostStepKeys / 2;
+    choose_chunk(call);
+    query_bytes = (depth_tiles | 1) * 64;
+    query_step = call.query.row_stride * 2;
+    reads_queries = call.group == 1 && call.depth % (2 * kTileRows) == 0 && query_step % 64 == 0 &&
+                    stay_in_l1(kRows, depth_tiles * 64, query_step);
+    // What is left for a row of a panel is four products of tiles for each step along the depth, and so on.
+    rows_at_once = maximum<int64_t>(2, ceil_div(kRows, 4 * depth_tiles + 2 * value_tiles));
+  }
+
+  int64_t depth_tiles;  // steps of a product along the depth
+  int64_t value_tiles, value_panels, key_panel_bytes, value_panel_bytes;
+  int64_t step_keys, chunk_keys;
+  int64_t query_bytes;   // from a query's copy to the next, an odd number of cache lines
+  int64_t query_step;    // bytes from a query to the next, of those that are multiplied as they are
+  bool reads_queries;    // out of the queries themselves, with no copy
+  int64_t rows_at_once;  // of a panel, whose exponentials are made after each instruction that multiplies
+
+ private:
+  void choose_chunk(const AttentionCall& call) {
+    const int64_t bytes_of_step = step_keys / kPanelColumns * (key_panel_bytes + value_panels * 2 * kTileBytes);
+    int64_t steps = maximum<int64_t>(1, kChunkBytes / bytes_of_step);
+    if (call.tuning.chunk_panels > 0) steps = ceil_div(call.tuning.chunk_panels * kPanelColumns, step_keys);
+    chunk_keys = minimum(steps * step_keys, round_up(maximum<int64_t>(1, call.keys), step_keys));
+    value_panel_bytes = chunk_keys / kPanelColumns * 2 * kTileBytes;
+  }
+};
+
+}  // namespace xopt::XOPT_ISA
