@@ -64,9 +64,10 @@ struct AttentionHead {
   }
 #endif
 
-  // Masks scores of rows with a block of keys. `places`: of the rows.
+  // Masks scores of rows with a block of keys, and looks at them. `places`: of the rows.
   template <class Softmax>
   void mask(Range rows, const RowPlace* places, int64_t key, int64_t count, MaskRow* mask, Softmax* softmax) const {
+    if (softmax->scales_later() && sees_all(rows, key, count)) return softmax->look_at(0, rows.size());
     const bool all_seen = is_within_band(rows, key, count), one = !has_mask() || rows_share_mask();
     const bool none = !has_mask() || (one && allows_all(key, count));
     const float* first = none ? nullptr : bias(mask, places[0], key, count);

@@ -155,12 +155,13 @@ F mask_scores(const ScoreBlock& block, int64_t row, KeyRange seen, const float* 
       s = add(s, load(bias + column));
       without_end = select_less(s, set1(kInfinity), without_end, set1(1.0F));
     }
-    if constexpr (Cut) {
+    const bool cut = Cut && (column < seen.begin || column + kWidth > seen.end);
+    if (cut) {
       const F number = add(load(kColumnNumbers), set1(static_cast<float>(column)));
       s = select_less(number, first, nothing, s);
       s = select_less(last, number, nothing, s);
     }
-    if (Cut || Scaled || bias != nullptr) store(scores, s);
+    if (cut || Scaled || bias != nullptr) store(scores, s);
     largest = max(s, largest);  // passes over NaN, which the exponentials bring into the sum
   });
   *endless = without_end;
@@ -230,9 +231,19 @@ class SoftmaxStep {
   // Looks at rows [begin, end), where nothing masks scores.
   void look_at(int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      F largest = set1(-kInfinity);
-      block_.for_vectors(row, [&](const float* scores, int64_t) { largest = max(load(scores), largest); });
-      store(vectors_ + row * kWidth, largest);
+      // Two, since each waits for the one before.
+      F even = set1(-kInfinity), odd = even;
+      const float* panel = block_.scores + row * block_.row_stride;
+      int64_t left = block_.columns;
+      for (; left >= kPanelColumns; left -= kPanelColumns, panel += block_.panel_stride) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kPanelColumns; i += 2 * kWidth) {
+          even = max(load(panel + i), even);
+          odd = max(load(panel + i + kWidth), odd);
+        }
+      }
+      for (int64_t i = 0; i < left; i += kWidth) even = max(load(panel + i), even);
+      store(vectors_ + row * kWidth, max(even, odd));
     }
   }
   // When all rows have been looked at. `factors`: what sums made before have to be multiplied by.
