@@ -120,24 +120,15 @@ struct ScoreBlock {
 };
 
 // 2^x for x of at most 0, or what rounding leaves above it, and NaN; 0 below 2^-125. x is a whole number and a rest, of
-// which 2^rest is a polynomial: of relative error 1.5e-7, or 7.5e-5 where bf16 is enough, whose own is 26 times that.
-template <class To>
+// which 2^rest is a polynomial, of relative error 1.5e-7.
 XOPT_INLINE F exp2_of_negative(F x) {
   const F least = set1(-125.0F), inside = max(least, x), rest = fraction(inside);
-  F p;
-  if constexpr (std::is_same_v<To, Bf16>) {
-    p = set1(7.802452147e-2F);
-    p = fma(p, rest, set1(2.260671705e-1F));
-    p = fma(p, rest, set1(6.958335042e-1F));
-    p = fma(p, rest, set1(9.999251962e-1F));
-  } else {
-    p = set1(1.877576695e-3F);
-    p = fma(p, rest, set1(8.989340626e-3F));
-    p = fma(p, rest, set1(5.582631752e-2F));
-    p = fma(p, rest, set1(2.401536107e-1F));
-    p = fma(p, rest, set1(6.931530833e-1F));
-    p = fma(p, rest, set1(9.999999404e-1F));
-  }
+  F p = set1(1.877576695e-3F);
+  p = fma(p, rest, set1(8.989340626e-3F));
+  p = fma(p, rest, set1(5.582631752e-2F));
+  p = fma(p, rest, set1(2.401536107e-1F));
+  p = fma(p, rest, set1(6.931530833e-1F));
+  p = fma(p, rest, set1(9.999999404e-1F));
   return select_less(x, least, set1(0.0F), scale_by_floor(p, inside));
 }
 
@@ -185,7 +176,7 @@ void update_largest(SoftmaxState<N>* state, float unit, const float* found, floa
     const F reference = select_less(nothing, largest, largest, zero);  // -inf minus -inf would be NaN
     store(state->largest + row, largest);
     store(references + row, reference);
-    const F factor = exp2_of_negative<float>(mul(sub(before, reference), set1(unit)));
+    const F factor = exp2_of_negative(mul(sub(before, reference), set1(unit)));
     store(factors + row, select_less(before, reference, factor, one));
   }
 }
@@ -341,7 +332,7 @@ class SoftmaxStep {
       const F reference = set1(references_[row]), subtracted = set1(-references_[row]);
       const auto probability = [&](int64_t i) {
         const F score = load(scores + i);
-        return exp2_of_negative<To>(Adds ? mul(sub(score, reference), scale) : fma(score, scale, subtracted));
+        return exp2_of_negative(Adds ? mul(sub(score, reference), scale) : fma(score, scale, subtracted));
       };
       F sum = Sums ? load(vectors_ + row * kWidth) : set1(0.0F);
       if (left >= kPanelColumns) {
