@@ -67,32 +67,31 @@ struct AttentionHead {
   // Masks scores of rows with a block of keys, and looks at them. `places`: of the rows.
   template <class Softmax>
   void mask(Range rows, const RowPlace* places, int64_t key, int64_t count, MaskRow* mask, Softmax* softmax) const {
-    if (softmax->scales_later() && sees_all(rows, key, count)) return softmax->look_at(0, rows.size());
-    const bool all_seen = is_within_band(rows, key, count), one = !has_mask() || rows_share_mask();
-    const bool none = !has_mask() || (one && allows_all(key, count));
-    const float* first = none ? nullptr : bias(mask, places[0], key, count);
+    const bool all_seen = is_within_band(rows, key, count), no_mask = allows_all(key, count);
+    if (all_seen && no_mask && count % kWidth == 0 && softmax->scales_later()) return softmax->look_at(0, rows.size());
+    const bool one = no_mask || rows_share_mask();
+    const float* first = no_mask ? nullptr : bias(mask, places[0], key, count);
     softmax->mask([&](int64_t row) { return all_seen ? KeyRange{0, count} : seen(places[row], key, count); },
                   [&](int64_t row) { return one ? first : bias(mask, places[row], key, count); });
   }
 
   // Whether all rows see all keys of a block, and there is nothing to mask.
   bool sees_all(Range rows, int64_t key, int64_t count) const {
-    if (count % kWidth != 0 || !is_within_band(rows, key, count)) return false;
-    return !has_mask() || (rows_share_mask() && allows_all(key, count));
+    return count % kWidth == 0 && is_within_band(rows, key, count) && allows_all(key, count);
   }
 
  private:
-  bool has_mask() const { return call.mask.kind != MaskKind::none; }
   bool is_within_band(Range rows, int64_t key, int64_t count) const {
     const int64_t first = rows.begin / call.group, last = (rows.end - 1) / call.group;
     return keys_of_queries(call, last, last).begin <= key && keys_of_queries(call, first, first).end >= key + count;
   }
   // As where a mask hides padding.
   bool rows_share_mask() const { return call.mask.row_stride == 0 && (call.group == 1 || call.mask.head_stride == 0); }
-  // Of a mask that rows share.
+  // Whether there is no mask, or one that rows share and that hides none of these keys.
   bool allows_all(int64_t key, int64_t count) const {
     const AttentionMask& mask = call.mask;
-    if (mask.kind != MaskKind::allowed) return false;
+    if (mask.kind == MaskKind::none) return true;
+    if (mask.kind != MaskKind::allowed || !rows_share_mask()) return false;
     const auto* allowed = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
                           head * call.group * mask.head_stride + key * mask.column_stride;
     bool all = true;

@@ -137,7 +137,7 @@ class AttentionThread {
     softmax.take_largest(factors);
     for (int64_t panel = 0; panel < panels; ++panel) softmax.exponentiate(panel, 0, rows.size());
     softmax.add_sums();
-    if (more) scale_sums(block, factors);
+    if (more) ScoreBlock{sums_of(block), kPanelColumns, kAccValues, rows.size(), call_.value_depth}.scale_rows(factors);
     add_values(block, count, more);
   }
 
@@ -148,16 +148,6 @@ class AttentionThread {
       const BlockCall call{probabilities_, values_ + panel * plan_.value_panel_bytes, 0,
                            sums_of(block) + panel * kAccValues, more};
       multiply(rows, call_.value_depth - panel * kPanelColumns, count, call);
-    }
-  }
-
-  void scale_sums(int64_t block, const float* factors) const {
-    const int64_t rows = plan_.rows_of_block(block).size();
-    const ScoreBlock sums{sums_of(block), kPanelColumns, kAccValues, rows, call_.value_depth};
-    for (int64_t row = 0; row < rows; ++row) {
-      if (factors[row] == 1.0F) continue;
-      const F factor = set1(factors[row]);
-      sums.for_vectors(row, [&](float* at, int64_t) { store(at, mul(load(at), factor)); });
     }
   }
 

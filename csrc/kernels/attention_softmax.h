@@ -103,7 +103,7 @@ struct SoftmaxState {
   }
 };
 
-// Scores of rows with a block of keys, in panels of 32 columns. Those beyond `columns` are nobody's.
+// Scores of rows with a block of keys, or sums of values, in panels of 32 columns. Those beyond `columns` are nobody's.
 struct ScoreBlock {
   float* scores;
   int64_t row_stride, panel_stride, rows, columns;
@@ -115,6 +115,14 @@ struct ScoreBlock {
     for (int64_t column = 0; column < columns; column += kPanelColumns, panel += panel_stride) {
       const int64_t count = minimum(kPanelColumns, columns - column);
       for (int64_t i = 0; i < count; i += kWidth) step(panel + i, column + i);
+    }
+  }
+
+  void scale_rows(const float* factors) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      if (factors[row] == 1.0F) continue;
+      const F factor = set1(factors[row]);
+      for_vectors(row, [&](float* at, int64_t) { store(at, mul(load(at), factor)); });
     }
   }
 };
@@ -185,8 +193,6 @@ void update_largest(SoftmaxState<N>* state, float unit, const float* found, floa
 // add to scores, which comes in between. `Sums`: whether it sums the probabilities; else it notes the largest.
 template <int64_t N, class To, bool Sums = true>
 class SoftmaxStep {
-  static constexpr bool kHasWords = XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16 && std::is_same_v<To, Bf16>;
-
  public:
   // Probabilities go into `to`, rows `to_stride` apart, with zeros up to a multiple of 32 columns. `by_words`: scores reach no
   // further than kReachOfWords.
@@ -267,11 +273,15 @@ class SoftmaxStep {
 
   // The probabilities of a panel of columns, in which there are scores, in rows [begin, end).
   void exponentiate(int64_t panel, int64_t begin, int64_t end) {
-    if (adds_to_scores(call_)) {
-      exponentiate_panel<true>(panel, begin, end);
-    } else {
-      exponentiate_panel<false>(panel, begin, end);
+    const bool adds = adds_to_scores(call_);
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+    if constexpr (std::is_same_v<To, Bf16>) {
+      if (by_words_) {
+        return adds ? exponentiate_by_words<true>(panel, begin, end) : exponentiate_by_words<false>(panel, begin, end);
+      }
     }
+#endif
+    adds ? exponentiate_by_floats<true>(panel, begin, end) : exponentiate_by_floats<false>(panel, begin, end);
   }
 
   // When all panels are done.
@@ -284,16 +294,6 @@ class SoftmaxStep {
  private:
   // What scores are yet to be scaled by.
   float later_scale() const { return scales_later_ ? scale_ : 1.0F; }
-
-  template <bool Adds>
-  void exponentiate_panel(int64_t panel, int64_t begin, int64_t end) {
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-    if constexpr (kHasWords) {
-      if (by_words_) return exponentiate_by_words<Adds>(panel, begin, end);
-    }
-#endif
-    exponentiate_by_floats<Adds>(panel, begin, end);
-  }
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
   // Sums are of the words, so what rounding adds to all of them alike does not count.

@@ -17,12 +17,12 @@ struct TilePlan : AttentionItems {
     key_panel_bytes = depth_tiles * 2 * kTileBytes;
     // Sums of wide values cost more to load and store than scores beyond L1.
     step_keys = value_tiles > 8 ? kMostStepKeys : kMostStepKeys / 2;
-    choose_chunk(call);
+    choose_chunk();
     query_bytes = (depth_tiles | 1) * 64;
     query_step = call.query.row_stride * 2;
     reads_queries = call.group == 1 && call.depth % (2 * kTileRows) == 0 && query_step % 64 == 0 &&
                     stay_in_l1(kRows, depth_tiles * 64, query_step);
-    // What is left for a row of a panel is four products of tiles for each step along the depth, and so on.
+    // For a panel of scores there are so many products of tiles, four for each step along the depth.
     rows_at_once = maximum<int64_t>(2, ceil_div(kRows, 4 * depth_tiles + 2 * value_tiles));
   }
 
@@ -35,7 +35,7 @@ struct TilePlan : AttentionItems {
   int64_t rows_at_once;  // of a panel, whose exponentials are made after each instruction that multiplies
 
  private:
-  void choose_chunk(const AttentionCall& call) {
+  void choose_chunk() {
     const int64_t bytes_of_step = step_keys / kPanelColumns * (key_panel_bytes + value_panels * 2 * kTileBytes);
     int64_t steps = maximum<int64_t>(1, kChunkBytes / bytes_of_step);
     if (call.tuning.chunk_panels > 0) steps = ceil_div(call.tuning.chunk_panels * kPanelColumns, step_keys);

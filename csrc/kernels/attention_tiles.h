@@ -228,11 +228,12 @@ class TileAttention {
 
   template <class Work>
   void add_values(const TileStep& step, int64_t place, Work& between) {
-    if (scales_[place]) scale_sums(step.block, factors_[place]);
     const auto* words = reinterpret_cast<const uint8_t*>(probabilities_of(place));
     const uint8_t* panel = values_ + (step.key - chunk_) / kPanelColumns * 2 * kTileBytes;
     float* sums = sums_of(step.block);
     const int64_t k_tiles = ceil_div(step.count, kPanelColumns), rows = plan_.rows_of_block(step.block).size();
+    const ScoreBlock all{sums, kPanelColumns, kSumValues, rows, plan_.value_tiles * kTileColumns};
+    if (scales_[place]) all.scale_rows(factors_[place]);
     for (int64_t left = plan_.value_tiles; left > 0; left -= 2) {
       products_.run({words, kWordStride * 2, panel, k_tiles, sums, !step.first, rows, left * kTileColumns}, between);
       panel += plan_.value_panel_bytes;
@@ -243,16 +244,6 @@ class TileAttention {
   void mask(const TileStep& step, Softmax* softmax) {
     const PlacedRows placed = placed_rows(step.block);
     head_->mask(placed.rows, placed.places, step.key, step.count, &mask_, softmax);
-  }
-
-  void scale_sums(int64_t block, const float* factors) const {
-    const int64_t rows = plan_.rows_of_block(block).size();
-    const ScoreBlock sums{sums_of(block), kPanelColumns, kSumValues, rows, plan_.value_tiles * kTileColumns};
-    for (int64_t row = 0; row < rows; ++row) {
-      if (factors[row] == 1.0F) continue;
-      const F factor = set1(factors[row]);
-      sums.for_vectors(row, [&](float* at, int64_t) { store(at, mul(load(at), factor)); });
-    }
   }
 
   struct PlacedRows {
