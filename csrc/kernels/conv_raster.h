@@ -151,6 +151,7 @@ class RasterThread {
     const int64_t k_tile = k_block * plan_.k_block_tiles;
     const bool last = k_block + 1 == plan_.k_blocks;
     BlockCall call;
+    call.kept = &kept_;
     call.a = place_in_plane(at);
     call.a_stride = raster_.pitch();
     call.a_offsets = offsets_ + k_tile;
@@ -200,6 +201,7 @@ class RasterThread {
     background_.defer_epilogue(&call_, done, rows, call.k_tiles, outputs);
   }
   void finish_epilogue() {
+    Block::store(kept_);
     background_.finish_epilogue();
     output_.finish();
   }
@@ -213,6 +215,7 @@ class RasterThread {
   Output output_;
 
   uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: sums of the chunk, or of two blocks in turns
+  KeptSums kept_;
   const int64_t* offsets_ = nullptr;
   int64_t plane_bytes_ = 0, turn_ = 0;
   Strips<Block> strips_;

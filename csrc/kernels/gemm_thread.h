@@ -123,7 +123,7 @@ class GemmThread {
         panel_chunk();
         copied_ = keep_copies_;
       }
-      background_.finish_epilogue();  // before row sums and the copy of A are overwritten
+      finish_epilogue();  // before row sums and the copy of A are overwritten
     }
     if constexpr (Block::kBackground) panel_output_.finish();
   }
@@ -159,7 +159,7 @@ class GemmThread {
         if (more) defer_copy(next);
       }
       // The former chunk's last sums may wait in a strip that is about to be used again.
-      if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) background_.finish_epilogue();
+      if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) finish_epilogue();
       const bool last = place.kb + 1 == plan_.k_blocks;
       for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
         step(place, panel);
@@ -269,8 +269,14 @@ class GemmThread {
   bool takes_turns() const { return pass_k_blocks_ == plan_.k_blocks || rows_.size() == 1; }
   uint8_t* strip(int64_t rb) const { return acc_ + (takes_turns() ? turn_ : rb - rows_.begin) * strip_bytes_; }
 
+  void finish_epilogue() {
+    if constexpr (Block::kBackground) Block::store(kept_);
+    background_.finish_epilogue();
+  }
+
   void step(Place place, int64_t panel) {
     BlockCall block;
+    block.kept = &kept_;
     if constexpr (View::kInPlace) {
       set_rows(place.rb, &block);
     } else if (in_place(place.rb)) {
@@ -417,6 +423,7 @@ class GemmThread {
   int64_t placed_ = -1, a_rows_[kMostPointers];  // of views that say where rows are: the row block, its rows
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes], unless they are in turns
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
+  KeptSums kept_;
   int32_t* row_sums_ = nullptr;
   int64_t strip_bytes_ = 0, turn_ = 0;
   Strips<Block> strips_;

@@ -34,6 +34,13 @@ struct Piece {
   uint8_t ends_chain;  // 1: sums are added up after it
 };
 
+// Sums that a block of tiles has left in its tiles, where the next one has better to do than wait for them: these are
+// stored among that one's first products.
+struct KeptSums {
+  void* acc = nullptr;
+  bool two_rows = false;  // of tiles
+};
+
 struct BlockCall {
   const void* a;     // row 0 of the copy at this block's first k
   const uint8_t* b;  // the panel's first tile at this k; tiles follow each other, 2 KB for each step along k
@@ -52,6 +59,9 @@ struct BlockCall {
   // in registers of their loop it costs them less than among what happens between their products.
   const uint8_t* ahead = nullptr;
   int64_t ahead_lines = 0;
+  // Tiles only: sums may stay in tiles, and those of the block before, which may be there, are stored before step() is
+  // called. Without, they are in `acc` when the block returns.
+  KeptSums* kept = nullptr;
   // Rows of A that lie elsewhere than in a copy (tiles only): bytes from row to row, and from `a` to where rows begin,
   // for each step along k; without these offsets a row's elements follow each other.
   int64_t a_stride = 0;

@@ -12,6 +12,8 @@
 // just what L2 gives in the time of its products.
 #pragma once
 
+#include <type_traits>
+
 #include "tiles/amx.h"
 #include "tiles/block.h"
 
@@ -108,6 +110,7 @@ struct TileBlock {
   template <class Between>
   static void run(int64_t rows, const BlockCall& call, Between& between) {
     if (call.k_tiles == 0) {
+      if (call.kept != nullptr) store(*call.kept);
       __builtin_memset(call.acc, 0, kRows * kPanelColumns * 4);
     } else if (call.a_offsets != nullptr) {
       run_on<InPlace>(rows, call, between);
@@ -128,58 +131,79 @@ struct TileBlock {
   }
 
   // Sums are tiles 0 and 1, and below them 2 and 3, where there are two rows of tiles.
-  static constexpr int64_t kSumRowBytes = kPanelColumns * 4, kSumTileBytes = kTileRows * kSumRowBytes;
+  static constexpr int64_t kSumRowBytes = kPanelColumns * 4, kRight = 64, kBelow = kTileRows * kSumRowBytes;
 
-  template <bool TwoRows>
-  static XOPT_INLINE void begin_sums(const BlockCall& call) {
-    if (!call.accumulate) {
-      XOPT_TILE_ZERO(0);
-      XOPT_TILE_ZERO(1);
-      if constexpr (TwoRows) XOPT_TILE_ZERO(2);
-      if constexpr (TwoRows) XOPT_TILE_ZERO(3);
-      return;
+  // Sums of the block before that are still in tiles go where they belong.
+  static void store(KeptSums& kept) {
+    if (kept.acc == nullptr) return;
+    auto* to = static_cast<uint8_t*>(kept.acc);
+    XOPT_TILE_STORE(0, to, kSumRowBytes);
+    XOPT_TILE_STORE(1, to + kRight, kSumRowBytes);
+    if (kept.two_rows) {
+      XOPT_TILE_STORE(2, to + kBelow, kSumRowBytes);
+      XOPT_TILE_STORE(3, to + kBelow + kRight, kSumRowBytes);
     }
-    const auto* acc = static_cast<const uint8_t*>(call.acc);
-    XOPT_TILE_LOAD(0, acc, kSumRowBytes);
-    XOPT_TILE_LOAD(1, acc + 64, kSumRowBytes);
-    if constexpr (TwoRows) XOPT_TILE_LOAD(2, acc + kSumTileBytes, kSumRowBytes);
-    if constexpr (TwoRows) XOPT_TILE_LOAD(3, acc + kSumTileBytes + 64, kSumRowBytes);
+    kept.acc = nullptr;
+    asm volatile("" : : : "memory");
+  }
+
+// A tile of sums begins, after those that it may hold of the block before have been stored.
+#define XOPT_BEGIN_SUMS(C, PLACE)                                              \
+  do {                                                                         \
+    if (before != nullptr) XOPT_TILE_STORE(C, before + (PLACE), kSumRowBytes); \
+    if (call.accumulate) {                                                     \
+      XOPT_TILE_LOAD(C, acc + (PLACE), kSumRowBytes);                          \
+    } else {                                                                   \
+      XOPT_TILE_ZERO(C);                                                       \
+    }                                                                          \
+  } while (false)
+
+  // Sums of as many rows of tiles that the block before has left, or nullptr.
+  template <bool TwoRows>
+  static XOPT_INLINE uint8_t* kept_before(const BlockCall& call) {
+    if (call.kept == nullptr || call.kept->acc == nullptr) return nullptr;
+    if (call.kept->two_rows == TwoRows) return static_cast<uint8_t*>(call.kept->acc);
+    store(*call.kept);
+    return nullptr;
   }
 
   template <bool TwoRows>
-  static XOPT_INLINE void store_sums(const BlockCall& call) {
-    auto* acc = static_cast<uint8_t*>(call.acc);
-    XOPT_TILE_STORE(0, acc, kSumRowBytes);
-    XOPT_TILE_STORE(1, acc + 64, kSumRowBytes);
-    if constexpr (TwoRows) XOPT_TILE_STORE(2, acc + kSumTileBytes, kSumRowBytes);
-    if constexpr (TwoRows) XOPT_TILE_STORE(3, acc + kSumTileBytes + 64, kSumRowBytes);
+  static XOPT_INLINE void end_sums(const BlockCall& call) {
+    KeptSums sums{call.acc, TwoRows};
+    if (call.kept != nullptr) {
+      *call.kept = sums;
+    } else {
+      store(sums);
+    }
   }
 
   template <class Rows, class Between>
   static void two_row_tiles(Rows a, const BlockCall& call, Between& between) {
-    begin_sums<true>(call);
+    uint8_t* const before = kept_before<true>(call);
+    const auto* acc = static_cast<const uint8_t*>(call.acc);
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
     // What stands before the next step's first loads, and after them.
-    const auto most_of_step = [&]() __attribute__((always_inline)) {
+    const auto most_of_step = [&](auto first) __attribute__((always_inline)) {
+      if constexpr (first) XOPT_BEGIN_SUMS(0, 0);
       XOPT_DOT(0, 4, 6);
       XOPT_TILE_STREAM(7, b + kTileBytes, 64);
+      if constexpr (first) XOPT_BEGIN_SUMS(1, kRight);
       XOPT_DOT(1, 4, 7);
       XOPT_TILE_ZERO(4);
       XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
+      if constexpr (first) XOPT_BEGIN_SUMS(2, kBelow);
       XOPT_DOT(2, 5, 6);
       XOPT_TILE_ZERO(6);
+      if constexpr (first) XOPT_BEGIN_SUMS(3, kBelow + kRight);
     };
     const auto end_of_step = [&]() __attribute__((always_inline)) {
       XOPT_DOT(3, 5, 7);
       XOPT_TILE_ZERO(5);
       XOPT_TILE_ZERO(7);
     };
-    XOPT_TILE_LOAD(4, a.rows, a.stride);
-    XOPT_TILE_STREAM(6, b, 64);
-    for (int64_t t = 1; t < call.k_tiles; ++t) {
-      most_of_step();
+    const auto next_step = [&]() __attribute__((always_inline)) {
       a.next();
       b += b_advance;
       XOPT_TILE_STREAM(6, b, 64);
@@ -187,20 +211,29 @@ struct TileBlock {
       XOPT_TILE_LOAD(4, a.rows, a.stride);
       ahead.step();
       between.step();
+    };
+    XOPT_TILE_LOAD(4, a.rows, a.stride);
+    XOPT_TILE_STREAM(6, b, 64);
+    most_of_step(std::true_type{});
+    for (int64_t t = 1; t < call.k_tiles; ++t) {
+      next_step();
+      most_of_step(std::false_type{});
     }
-    most_of_step();
     end_of_step();
     ahead.step();
     between.step();
-    store_sums<true>(call);
+    end_sums<true>(call);
   }
 
   template <class Rows, class Between>
   static void one_row_tile(Rows a, const BlockCall& call, Between& between) {
-    begin_sums<false>(call);
+    uint8_t* const before = kept_before<false>(call);
+    const auto* acc = static_cast<const uint8_t*>(call.acc);
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
+    XOPT_BEGIN_SUMS(0, 0);
+    XOPT_BEGIN_SUMS(1, kRight);
     for (int64_t t = 0; t < call.k_tiles; ++t, b += b_advance) {
       if (t > 0) a.next();
       XOPT_TILE_LOAD(4, a.rows, a.stride);
@@ -214,8 +247,9 @@ struct TileBlock {
       ahead.step();
       between.step();
     }
-    store_sums<false>(call);
+    end_sums<false>(call);
   }
+#undef XOPT_BEGIN_SUMS
 #undef XOPT_DOT
 };
 
