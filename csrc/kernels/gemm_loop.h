@@ -23,7 +23,7 @@ class GemmLoop {
   void run() {
     if (call_.epilogue.norm == Norm::none) {
       compute_grid(call_, select_epilogue<Block>(call_));
-    } else if (plan_.grid_panels == 1) {
+    } else if (plan_.grid_panels == 1 && !sums_wait()) {
       run_norm_by_rows();
     } else {
       run_norm_in_two_steps();
@@ -36,6 +36,13 @@ class GemmLoop {
     grid.each(plan_.max_threads, [&](int64_t, Range rows, Range panels, int64_t weights_end) {
       GemmThread<Block>(call, Merged(call.a), plan_, epilogue, 0).compute(rows, panels, weights_end);
     });
+  }
+
+  // Of weights that L2 does not hold, each group of rows reads all anew, which takes longer than to write all sums and read
+  // them again, if there are not too many (1024 x 768 x 3072 on AMX: 1.13 times).
+  bool sums_wait() const {
+    const bool few = call_.m * call_.weight.n * 4 <= plan_.max_threads * 2 * l2_bytes();
+    return Block::kBackground && few && !plan_.weights_stay(call_.weight);
   }
 
   // Rows of the norm's input are complete within a thread: it normalises a group of them while they are in L2.
