@@ -164,6 +164,54 @@ def test_a_result_may_be_returned_twice_and_in_any_order() -> None:
     assert torch.equal(second.nan_to_num(), calls.results[0].nan_to_num())
 
 
+def products(dtype: torch.dtype, rows: int, width: int, *between: str) -> Calls:
+    """Two linear layers after each other, and what else reads what is between."""
+    torch.manual_seed(0)
+    calls = Calls(torch.randn(2, rows, 24).to(dtype))
+    fused = {"activation": "relu", "alpha": 0.0, "beta": 0.0, "binary": "none", "activation_last": False}
+    rest = {"bias": None, "out_dtype": dtype, "output_scale": 1.0, "output_zero_point": 0, "first_column": 0}
+
+    def linear(input: Value, inputs: int, outputs: int, other: Value | None = None) -> None:
+        packed = calls.given(ops.linear_pack((torch.randn(outputs, inputs) / inputs**0.5).to(dtype), dtype=dtype))
+        after = fused | {"other": other} | ({"binary": "add"} if other is not None else {})
+        calls.call("linear", input=input, packed=packed, out_features=outputs, **after, **rest, scale=None)
+
+    linear(Given(0), 24, width)
+    linear(Result(0), width, 40)
+    if "two products" in between:
+        linear(Result(0), width, 8)
+    if "sum" in between:
+        linear(Result(0), width, width, Result(0))
+    return calls
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("between", [(), ("two products",), ("sum",)])
+def test_products_after_each_other(dtype: torch.dtype, between: tuple[str, ...]) -> None:
+    """Their rows are a multiple of 2 KB long, and may have a line between them where only products read them."""
+    calls = products(dtype, 35, 4096 // dtype.itemsize, *between)
+    last = len(calls.results) - 1
+    for returned in ([1, last], [0, 1], [0, last]):
+        for number, result in zip(returned, ops.chain(*calls.arguments(returned)), strict=True):
+            assert result.is_contiguous()
+            assert torch.equal(result, calls.results[number])
+
+
+@not_when_sanitized
+@pytest.mark.parametrize(("between", "returned", "mebibytes"), [((), 1, 10), (("two products",), 2, 10), (("sum",), 2, 8)])
+def test_which_rows_have_a_line_between_them(between: tuple[str, ...], returned: int, mebibytes: int) -> None:
+    """Blocks of large outputs are multiples of 2 MB; what is between takes 8 without such lines."""
+    calls = products(torch.float32, 512, 2048, *between)
+    arguments = calls.arguments([returned])
+    calls.results.clear()
+    forget_kept_outputs()
+    result = ops.chain(*arguments)
+    kept = _C.output_statistics()[1]
+    del result
+    assert kept == mebibytes << 20
+
+
 GOOD = "conv %0 %1 [4,4,1,1] %2 [1,1] [0,0,0,0] [1,1] 1 - none 0.0 0.0 none - false float32\nreturn $0"
 BAD = {
     "place of no tensor": ("%2", "%3", "expected places of the 3 tensors, got %3"),

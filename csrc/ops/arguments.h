@@ -200,6 +200,7 @@ struct PreparedArguments {
   const std::vector<PreparedArgument>& arguments;
   const Tensors& tensors;
   const std::vector<Tensor>& results;
+  bool read_by_rows = false;  // the first result (PreparedCall)
 };
 
 // Reads a call's arguments from the first on: those on torch's stack, or those of a prepared call. Members of an argument
@@ -229,6 +230,8 @@ class Stack {
     if (prepared_ != nullptr) return is_none() ? std::nullopt : std::optional(prepared_dtype());
     return pop<std::optional<int32_t>>();
   }
+  // Whether rows of the first result may have anything between them: nobody sees it but operators that read rows.
+  bool may_space_rows() const { return prepared_ != nullptr && prepared_->read_by_rows; }
 
  private:
   using Kind = PreparedArgument::Kind;

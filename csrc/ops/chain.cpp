@@ -52,7 +52,8 @@ class Run {
   ChainValues values() { return {tensors_, results_}; }
 
   PreparedArguments arguments_of(size_t i) const {
-    return {prepared_.calls[i].name, prepared_.calls[i].arguments, tensors_, results_};
+    const PreparedCall& call = prepared_.calls[i];
+    return {call.name, call.arguments, tensors_, results_, call.read_by_rows && on_cpu_};
   }
 
   // This call, and those that are run together with it; returns what comes next.

@@ -1,6 +1,7 @@
 // See gemm_arguments.h.
 #include "ops/gemm_arguments.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -282,11 +283,28 @@ void set_output_type(const char* op, DType dtype, double scale, int64_t zero_poi
   epilogue->out_zero_point = static_cast<int32_t>(zero_point);
 }
 
-Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call) {
-  const int64_t n = call->weight.n;
-  Tensor out = empty_output(op, input, n, call->epilogue.out_dtype);
+namespace {
+
+// A tensor but for its last elements along the last dimension.
+Tensor without_last(const Tensor& tensor, int64_t count) {
+  int64_t sizes[kMaxDims];
+  std::copy_n(tensor.sizes(), tensor.dims(), sizes);
+  sizes[tensor.dims() - 1] -= count;
+  return tensor.view(sizes, tensor.strides(), tensor.dims(), 0);
+}
+
+}  // namespace
+
+Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call, bool may_space_rows) {
+  // So far apart, rows meet in few sets of L1 where the next product reads them. With a line between them that is up to
+  // 1.2 times as fast (256 x 1280 x 5120 in bf16, AMX).
+  constexpr int64_t kMeeting = 2048, kLine = 64;
+  const int64_t n = call->weight.n, size = dtype_size(call->epilogue.out_dtype);
+  const int64_t between = may_space_rows && n > 0 && n * size % kMeeting == 0 ? kLine / size : 0;
+  Tensor out = empty_output(op, input, n + between, call->epilogue.out_dtype);
+  if (between > 0) out = without_last(out, between);
   call->epilogue.out = out.mutable_data();
-  call->epilogue.out_row_stride = n;
+  call->epilogue.out_row_stride = n + between;
   run_gemm(*call);
   return out;
 }

@@ -69,6 +69,6 @@ void set_output_type(const char* op, DType dtype, double scale, int64_t zero_poi
 // Picks the kernel by the dtypes and runs it, unless there is nothing to compute.
 void run_gemm(const GemmCall& call);
 // Runs it into a new output of `input`'s leading dimensions.
-Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call);
+Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call, bool may_space_rows = false);
 
 }  // namespace xopt::ops

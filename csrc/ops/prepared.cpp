@@ -201,6 +201,29 @@ void find_runs(PreparedCalls* prepared) {
   }
 }
 
+// Whether a call takes a result as rows that may lie anywhere, and as nothing else.
+bool reads_rows(const PreparedCall& call, size_t result) {
+  if (call.reads != Reads::rows || call.arguments.empty()) return false;
+  const auto is_result = [&](const PreparedArgument& argument) {
+    return argument.kind == PreparedArgument::Kind::result && static_cast<size_t>(argument.integer) == result;
+  };
+  return is_result(call.arguments.front()) &&
+         std::none_of(call.arguments.begin() + 1, call.arguments.end(), is_result);
+}
+
+void find_rows(PreparedCalls* prepared) {
+  std::vector<PreparedCall>& calls = prepared->calls;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const size_t result = i * kMostResults;
+    const std::vector<size_t>& returned = prepared->returned;
+    bool rows = std::find(returned.begin(), returned.end(), result) == returned.end();
+    for (size_t j = i + 1; j < calls.size(); ++j) {
+      each_result(calls[j], [&](size_t read) { rows = rows && (read != result || reads_rows(calls[j], result)); });
+    }
+    calls[i].read_by_rows = rows;
+  }
+}
+
 PreparedCalls read_calls(std::string_view text) {
   PreparedCalls prepared;
   while (text.substr(0, 7) != "return ") {
@@ -215,6 +238,7 @@ PreparedCalls read_calls(std::string_view text) {
   }
   find_last_uses(&prepared);
   find_runs(&prepared);
+  find_rows(&prepared);
   prepared.notes = std::make_unique<std::atomic<uint64_t>[]>(prepared.calls.size());
   const auto is_conv = [](const PreparedCall& call) { return call.name == "conv"; };
   if (std::any_of(prepared.calls.begin(), prepared.calls.end(), is_conv)) prepared.recordings = new_recordings();
@@ -232,11 +256,11 @@ struct ShortHash {
 
 }  // namespace
 
-ChainableOp::ChainableOp(const char* name, Chainable* op) {
-  chainable_ops().emplace(name, PreparedCall{name, op, nullptr, {}, {}, 1});
+ChainableOp::ChainableOp(const char* name, Chainable* op, Reads reads) {
+  chainable_ops().emplace(name, PreparedCall{name, op, nullptr, reads, {}, {}, 1, false});
 }
-ChainableOp::ChainableOp(const char* name, ChainablePair* op) {
-  chainable_ops().emplace(name, PreparedCall{name, nullptr, op, {}, {}, 1});
+ChainableOp::ChainableOp(const char* name, ChainablePair* op, Reads reads) {
+  chainable_ops().emplace(name, PreparedCall{name, nullptr, op, reads, {}, {}, 1, false});
 }
 
 void PreparedCall::run(const Stack& stack, Tensor* results) const {

@@ -26,11 +26,14 @@ using Pair = std::pair<Tensor, Tensor>;
 using ChainablePair = Pair(Stack stack);
 constexpr size_t kMostResults = 2;
 
+// How an operator reads its first argument: as any tensor, or row by row, so that rows may have anything between them.
+enum class Reads : uint8_t { any, rows };
+
 // Beside the operator, as a static object.
 class ChainableOp {
  public:
-  ChainableOp(const char* name, Chainable* op);
-  ChainableOp(const char* name, ChainablePair* op);
+  ChainableOp(const char* name, Chainable* op, Reads reads = Reads::any);
+  ChainableOp(const char* name, ChainablePair* op, Reads reads = Reads::any);
 };
 
 // The same operator as torch calls it.
@@ -52,11 +55,14 @@ struct PreparedCall {
   std::string name;
   Chainable* op = nullptr;        // one of
   ChainablePair* pair = nullptr;  // the two
+  Reads reads = Reads::any;
   std::vector<PreparedArgument> arguments;
   std::vector<size_t> unused_after;  // the results, by their places, that neither a later call nor the caller reads
   // How many calls of the same operator begin with this one of which each has the one before's result for its first
   // argument, and nothing else reads that.
   size_t run_length = 1;
+  // Whether its first result is read by nothing but operators that read rows.
+  bool read_by_rows = false;
 };
 
 class Recordings;  // ops/conv_replay.h
