@@ -199,7 +199,9 @@ def test_products_after_each_other(dtype: torch.dtype, between: tuple[str, ...])
 
 
 @not_when_sanitized
-@pytest.mark.parametrize(("between", "returned", "mebibytes"), [((), 1, 10), (("two products",), 2, 10), (("sum",), 2, 8)])
+@pytest.mark.parametrize(
+    ("between", "returned", "mebibytes"), [((), 1, 10), (("two products",), 2, 10), (("sum",), 2, 8)]
+)
 def test_which_rows_have_a_line_between_them(between: tuple[str, ...], returned: int, mebibytes: int) -> None:
     """Blocks of large outputs are multiples of 2 MB; what is between takes 8 without such lines."""
     calls = products(torch.float32, 512, 2048, *between)

@@ -172,11 +172,22 @@ class Tensors {
   std::vector<Tensor> tensors_;
 };
 
-// Among the integers of a prepared call: the size of a tensor.
-struct SizeOf {
+// The size of a tensor along a dimension.
+struct TensorSize {
   bool is_result = false;
   size_t place = 0;  // of the tensor, or of the result
   int64_t dim = 0;
+};
+
+// Among the integers of a prepared call: a size, and what it is multiplied with or divided by, one after the other.
+struct SizeOf {
+  struct Then {
+    bool divides = false;
+    int64_t number = 0;              // unless it is
+    std::optional<TensorSize> size;  // another size
+  };
+  TensorSize size;
+  std::vector<Then> then;
   int64_t item = 0;  // which of the integers it is
 };
 
@@ -245,6 +256,7 @@ class Stack {
   Tensor prepared_tensor();
   const Tensor& prepared_tensor(bool is_result, size_t place, std::string_view word) const;
   Integers prepared_integers();
+  int64_t prepared_size(const TensorSize& size, std::string_view word) const;
   int32_t prepared_dtype();
 
   const StableIValue* next_ = nullptr;

@@ -3,6 +3,7 @@
 
 #include "ops/gemm_arguments.h"
 #include "ops/images.h"
+#include "ops/prepared.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -43,8 +44,8 @@ bool is_dense(const Tensor& input) {
   return is_channels_last(input);
 }
 
-void group_norm(StableIValue* stack, uint64_t, uint64_t) {
-  GroupNormArguments arguments{Stack(stack)};
+Tensor group_norm(Stack stack) {
+  GroupNormArguments arguments{stack};
   Tensor& input = arguments.input;
   const Checked checked{kOp, "input", input};
   check_no_gradient({checked, {kOp, "weight", arguments.weight}, {kOp, "bias", arguments.bias}});
@@ -75,8 +76,10 @@ void group_norm(StableIValue* stack, uint64_t, uint64_t) {
     call.positions = input.numel() / (call.images * call.channels);
     kernel(call);
   }
-  return_tensor(stack, 0, std::move(out));
+  return out;
 }
+
+const ChainableOp chainable("group_norm", &group_norm);
 
 }  // namespace
 
@@ -86,7 +89,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
       "str activation=\"none\", ScalarType? out_dtype=None) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("group_norm", &group_norm); }
-STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("group_norm", &on_xpu<group_norm>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("group_norm", &boxed<group_norm>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("group_norm", &on_xpu<boxed<group_norm>>); }
 
 }  // namespace xopt::ops

@@ -72,14 +72,42 @@ int64_t dtype_code_of(std::string_view name) {
 constexpr const char* kEarlier = "the number of an earlier call";
 constexpr const char* kTensor = "the place of a tensor";
 
-// %2:0, the size of a tensor.
-SizeOf read_size(std::string_view token, const std::vector<PreparedCall>& calls) {
+bool is_tensor(std::string_view token) { return !token.empty() && (token.front() == '%' || token.front() == '$'); }
+
+// %2:0
+TensorSize read_tensor_size(std::string_view token, const std::vector<PreparedCall>& calls) {
   const size_t colon = std::min(token.find(':'), token.size());
   const std::string_view of = token.substr(0, colon);
-  SizeOf size;
+  TensorSize size;
   size.is_result = of.front() == '$';
   size.place = size.is_result ? read_result(of, calls, kEarlier) : read_place(of, INT32_MAX, kTensor);
   size.dim = static_cast<int64_t>(read_place(token.substr(colon), INT32_MAX, "a colon and a dimension"));
+  return size;
+}
+
+// %2:0//8*%2:1
+SizeOf read_size(std::string_view token, const std::vector<PreparedCall>& calls) {
+  constexpr std::string_view kSigns = "*/";
+  const auto operand = [&] {
+    const size_t end = std::min(token.find_first_of(kSigns), token.size());
+    const std::string_view taken = token.substr(0, end);
+    token.remove_prefix(end);
+    return taken;
+  };
+  SizeOf size;
+  size.size = read_tensor_size(operand(), calls);
+  while (!token.empty()) {
+    SizeOf::Then then;
+    then.divides = token.substr(0, 2) == "//";
+    token.remove_prefix(then.divides ? 2 : 1);
+    const std::string_view by = operand();
+    if (is_tensor(by) && !then.divides) {
+      then.size = read_tensor_size(by, calls);
+    } else if (!read(by, &then.number) || then.number <= 0) {
+      fail_calls("expected a number above 0 after a sign, got '", by, "'");
+    }
+    size.then.push_back(then);
+  }
   return size;
 }
 
@@ -91,7 +119,7 @@ void read_integers(std::string_view token, const std::vector<PreparedCall>& call
   while (good && !items.empty()) {
     const std::string_view item = take(&items, ',');
     int64_t value = 0;
-    if (!item.empty() && (item.front() == '%' || item.front() == '$')) {
+    if (is_tensor(item)) {
       argument->sizes.push_back(read_size(item, calls));
       argument->sizes.back().item = integers->size();
     } else {
@@ -166,7 +194,10 @@ void each_result(const PreparedCall& call, const Read& read) {
   for (const PreparedArgument& argument : call.arguments) {
     if (argument.kind == PreparedArgument::Kind::result) read(static_cast<size_t>(argument.integer));
     for (const SizeOf& size : argument.sizes) {
-      if (size.is_result) read(size.place);
+      if (size.size.is_result) read(size.size.place);
+      for (const SizeOf::Then& then : size.then) {
+        if (then.size && then.size->is_result) read(then.size->place);
+      }
     }
   }
 }
@@ -339,16 +370,24 @@ Tensor Stack::prepared_tensor() {
   return tensor.view(&count, tensor.strides(), 1, argument.begin * tensor.stride(0));
 }
 
+int64_t Stack::prepared_size(const TensorSize& size, std::string_view word) const {
+  const Tensor& tensor = prepared_tensor(size.is_result, size.place, word);
+  if (size.dim >= tensor.dims()) {
+    fail_calls("expected dimensions of tensors in ", word, ", got ", size.dim, " of shape ", tensor.shape_text());
+  }
+  return tensor.size(size.dim);
+}
+
 Integers Stack::prepared_integers() {
   const PreparedArgument& argument = prepared(Kind::integers);
   Integers integers = argument.integers;
   for (const SizeOf& size : argument.sizes) {
-    const Tensor& tensor = prepared_tensor(size.is_result, size.place, argument.word);
-    if (size.dim >= tensor.dims()) {
-      fail_calls("expected dimensions of tensors in ", argument.word, ", got ", size.dim, " of shape ",
-                 tensor.shape_text());
+    int64_t number = prepared_size(size.size, argument.word);
+    for (const SizeOf::Then& then : size.then) {
+      const int64_t by = then.size ? prepared_size(*then.size, argument.word) : then.number;
+      number = then.divides ? number / by : number * by;
     }
-    integers.set(size.item, tensor.size(size.dim));
+    integers.set(size.item, number);
   }
   return integers;
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,8 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
 from xopt.modules.base import has_kernels
-from xopt.modules.chain import Call, Seen, Shape, Value, chainable, linkables
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
+from xopt.modules.fixed_dtype import has_fixed_dtype
 from xopt.modules.pattern import (
     MULTIPLY,
     VIEWS,
@@ -24,7 +24,6 @@ from xopt.modules.pattern import (
     calls,
     dtype_of,
     is_call,
-    is_size,
     only_reader,
     remove_unused,
     replace,
@@ -81,20 +80,11 @@ attention_steps: dict[Any, str] = {scaled_dot_product_attention: "scale"}
 def is_plain_attention(node: Node, mask: Any) -> bool:
     """Whether the kernel takes the recorded tensors, and those of all calls but for their sizes."""
     tensors: Any = node.args[:3]
-    if not all(len(shape_of(each)) == 4 and _has_fixed_dtype(each) for each in tensors):
+    if not all(len(shape_of(each)) == 4 and has_fixed_dtype(each) for each in tensors):
         return False
     if mask is not None and (len(shape_of(mask)) > 4 or dtype_of(mask) not in (torch.bool, *FLOATING)):
         return False
     return dtype_of(node) in FLOATING and {dtype_of(each) for each in tensors} == {dtype_of(node)}
-
-
-def _has_fixed_dtype(node: Node) -> bool:
-    """Whether a call's kind or the graph itself tells its dtype: nobody knows that of what a cache gives."""
-    if node.op in ("placeholder", "get_attr") or is_size(node):
-        return True
-    if not is_call(node, operator.getitem, *linkables):
-        return False
-    return "out_dtype" in node.kwargs or all(map(_has_fixed_dtype, node.all_input_nodes))
 
 
 def attention_call(

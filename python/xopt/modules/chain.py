@@ -25,6 +25,7 @@ Value = Given | Result
 Shape = tuple[int, ...]
 
 _chain = torch.ops.xopt.chain.default
+ANY_DIMS = 0
 _MOST_SHAPES = 64  # that a chain remembers to fit
 _LINE = 16  # floats in a line of the CPU's caches
 _MOST_SKIPPED = 63  # calls of a chain, before it is told anew what could not be told
@@ -47,7 +48,7 @@ class Call(NamedTuple):
     shape: Callable[..., Shape]
     """The result's, by those of the input and the others. It must not hold the module, whose program holds it."""
     image_dims: int | None = None
-    """How many dimensions the input has to have; its channels have to be last in memory, unless:"""
+    """How many dimensions the input has to have (or ANY_DIMS); its channels have to be last in memory, unless:"""
     any_layout: bool | None = False
     """None: where `channels_last` says so."""
     alike: Value | None = None
@@ -300,8 +301,7 @@ class Chain:
             if isinstance(argument, Result):
                 return _part(self._links[argument.number], results[argument.number], argument.part)
             if isinstance(argument, SizeOf):
-                sized: Any = argument.value
-                return sized.size(argument.dim)
+                return argument.number(lambda tensor, dim: tensor.size(dim))  # whose values have been put in
             if isinstance(argument, Stored):
                 module = modules[self._place_of(modules, argument.path)]
                 return getattr(module, argument.name) if argument.name else module
@@ -352,7 +352,7 @@ def _map(argument: Any, change: Callable[[Any, bool], Any], inside: bool) -> Any
     if kind in _VALUES:
         return change(argument, inside)
     if kind is SizeOf:
-        return change(argument._replace(value=change(argument.value, False)), inside)
+        return change(argument.with_values(lambda value: change(value, False)), inside)
     if kind is tuple:
         return tuple([_map(each, change, True) for each in argument])
     return argument
@@ -366,7 +366,7 @@ def is_watched() -> bool:
 def _fits(settled: Settled, values: Sequence[Tensor]) -> bool:
     for place, dims, any_layout in settled.images:
         value = values[place]
-        if value.dim() != dims:
+        if dims != ANY_DIMS and value.dim() != dims:
             return False
         if value.stride(1) != 1 and not (channels_last.is_inside() if any_layout is None else any_layout):
             return False

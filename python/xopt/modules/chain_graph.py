@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from xopt.graph.program import MODULES
 from xopt.graph.record import EFFECT
 from xopt.modules.chain import Chain, Link, Linkable, Stored, linkables
-from xopt.modules.pattern import dtype_of, is_call, is_size, remove_unused, shape_of
+from xopt.modules.pattern import dtype_of, is_call, is_told_size, made_of_size, remove_unused, shape_of
 from xopt.ops.chain import Given, Result, SizeOf
 
 
@@ -26,14 +26,19 @@ def chain_steps(graph: Graph) -> None:
         if node.op in ("placeholder", "get_attr"):
             continue
         kind = _kind_of(node)
-        if kind is not None and kind.takes_images and window.has_view(node.args[1]):
+        if kind is not None and kind.takes_images and window.has_view(_image_of(node)):
             window.close()
-        if kind is not None or is_size(node) or window.has_part(node):
+        if kind is not None or is_told_size(node) or window.has_part(node):
             window.add(node, kind)
         elif EFFECT in node.meta or window.is_needed_by(node):
             window.close()
     window.close()
     remove_unused(graph)
+
+
+def _image_of(node: Node) -> Any:
+    """What a step takes first but for its module."""
+    return next((each for each in node.args if isinstance(each, Node) and each.op != "get_attr"), None)
 
 
 def _kind_of(node: Node) -> Linkable | None:
@@ -45,7 +50,7 @@ def _kind_of(node: Node) -> Linkable | None:
 
 
 def _is_operand(node: Node) -> bool:
-    return node.op == "get_attr" or is_size(node) or dtype_of(node) is not None
+    return node.op == "get_attr" or is_told_size(node) or dtype_of(node) is not None
 
 
 def _is_part(node: Any) -> bool:
@@ -168,9 +173,8 @@ class _Chained:
             path, _, name = str(node.target).partition(":")
             return Stored(path, name)
         source: Any = node.args[0] if node.args else None
-        if is_size(node):
-            dim: Any = node.args[1]
-            return SizeOf(self.value(source), dim % len(shape_of(source)))  # type: ignore[arg-type]
+        if is_told_size(node):
+            return self._size(node)
         if node in self._numbers:
             return Result(self._numbers[node])
         if _is_part(node) and source in self._numbers:
@@ -178,3 +182,11 @@ class _Chained:
         if node not in self.given:
             self.given.append(node)
         return Given(self.given.index(node))
+
+    def _size(self, node: Any) -> SizeOf:
+        made = made_of_size(node)
+        if made is None:
+            return SizeOf(self.value(node.args[0]), node.args[1] % len(shape_of(node.args[0])))  # type: ignore[arg-type]
+        size, sign, operand = made
+        told = self._size(size)
+        return told._replace(then=(*told.then, (sign, operand if type(operand) is int else self._size(operand))))

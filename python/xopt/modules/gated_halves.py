@@ -15,8 +15,9 @@ from torch.fx import Graph
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import ACTIVATIONS
+from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.gated_linear import each_gated, gated_product
-from xopt.modules.linear import PackedProduct, linear
+from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_together import pack_as_halves
 from xopt.modules.pattern import Pattern, argument, dtype_of, is_call, only_user, replace, shape_of, step
@@ -83,3 +84,26 @@ def gated_halves(
         beta=beta,
         out_dtype=out_dtype,
     )
+
+
+@chainable(gated_halves, where=lambda node: has_own_packed_weight(node.args[0]))  # type: ignore[arg-type]
+def _gated_halves_call(
+    seen: Seen,
+    module: PackedProduct,
+    input: Value,
+    *,
+    gate: int,
+    activation: str,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    out_dtype: torch.dtype,
+) -> Call | None:
+    weight: Any = module._parameters["weight"]
+    if type(weight) is not PackedParameter or not pack_as_halves(weight, gate):
+        return None
+    half = seen.attribute(module, "out_features") // 2
+    packed = seen.packed(module, "weight", weight.place.packed)
+    bias = seen.tensor(module, "bias")
+    halves: Any = (None, None) if bias is None else [seen.own(each.float()) for each in bias.detach().chunk(2)]
+    arguments = (input, packed, half, halves[gate], halves[1 - gate], activation, float(alpha), float(beta), out_dtype)
+    return Call("linear_gated", arguments, input, lambda rows: (*rows[:-1], half))

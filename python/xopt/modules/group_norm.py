@@ -17,6 +17,7 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import expect
 from xopt.modules.activation import ACTIVATIONS, activation_of
+from xopt.modules.chain import ANY_DIMS, Call, Seen, Value, chainable
 from xopt.modules.conv import conv
 from xopt.modules.conv_transpose import conv_transpose
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, is_call, replace, shape_of, step, used_only_for
@@ -52,6 +53,22 @@ def group_norm(
         return ACTIVATIONS[activation](plain, 0.0, 0.0).to(out_dtype)
     count = input.shape[1] if groups is None else groups
     return _group_norm(input, count, weight, bias, eps=eps, activation=activation, out_dtype=out_dtype)  # type: ignore[no-any-return]
+
+
+@chainable(group_norm, where=lambda node: node.kwargs["groups"] is not None, takes_images=True)
+def _group_norm_call(
+    seen: Seen,
+    input: Value,
+    weight: Value | None,
+    bias: Value | None,
+    *,
+    groups: int,
+    eps: float,
+    out_dtype: torch.dtype,
+    activation: str = "none",
+) -> Call:
+    arguments = (input, groups, weight, bias, float(eps), activation, out_dtype)
+    return Call("group_norm", arguments, input, lambda shape: shape, image_dims=ANY_DIMS)
 
 
 class FindGroupNorm(Pattern):

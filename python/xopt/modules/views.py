@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
-from xopt.modules.pattern import argument, is_size, shape_of
+from xopt.modules.pattern import argument, is_told_size, shape_of
 from xopt.ops.chain import SizeOf
 from xopt.ops.views import contiguous_unless_channels_last
 
@@ -37,7 +37,7 @@ def _has_sizes(node: Node) -> bool:
     given = node.args[1:]
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
         given = tuple(given[0])
-    return not node.kwargs and bool(given) and all(type(each) is int or is_size(each) for each in given)
+    return not node.kwargs and bool(given) and all(type(each) is int or is_told_size(each) for each in given)
 
 
 def _has_numbers(node: Node) -> bool:
@@ -57,15 +57,22 @@ def _listed(given: tuple[Any, ...]) -> tuple[Any, ...]:
 @_view("reshape", "view", torch.reshape, where=_has_sizes)
 def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
     sizes = _listed(given)
-    others = tuple(each.value for each in sizes if isinstance(each, SizeOf))
+    others: list[Value] = []  # of which sizes are taken
+    for each in sizes:
+        if isinstance(each, SizeOf):
+            each.with_values(others.append)
 
     def shape(shape: Shape, *others: Shape) -> Shape:
-        following = iter(others)
-        known = [next(following)[each.dim] if isinstance(each, SizeOf) else each for each in sizes]
+        following = iter(others)  # in the order in which they were found
+
+        def size_of(value: Value, dim: int) -> int:
+            return next(following)[dim]
+
+        known = [each.number(size_of) if isinstance(each, SizeOf) else each for each in sizes]
         rest = math.prod(size for size in known if size != -1)
         return tuple(math.prod(shape) // max(rest, 1) if size == -1 else size for size in known)
 
-    return Call("reshape", (input, sizes), input, shape, others=others)
+    return Call("reshape", (input, sizes), input, shape, others=tuple(others))
 
 
 @_view("flatten", torch.flatten, where=_has_numbers)

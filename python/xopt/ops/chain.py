@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,27 @@ class Result(NamedTuple):
 
 
 class SizeOf(NamedTuple):
-    """The size of a tensor or a result, where a list of integers has one."""
+    """The size of a tensor or a result, where a list of integers has one, and what it is multiplied with or divided by
+    after that, one after the other: %0:2//8*%1:1."""
 
     value: Given | Result
     dim: int
+    then: tuple[tuple[str, int | SizeOf], ...] = ()
+
+    def number(self, size: Callable[[Any, int], int]) -> int:
+        """By `size`, which tells a value's size along a dimension."""
+        number = size(self.value, self.dim)
+        for sign, operand in self.then:
+            by = operand.number(size) if isinstance(operand, SizeOf) else operand
+            number = number * by if sign == "*" else number // by
+        return number
+
+    def with_values(self, change: Callable[[Any], Any]) -> SizeOf:
+        def changed(operand: int | SizeOf) -> int | SizeOf:
+            return operand.with_values(change) if isinstance(operand, SizeOf) else operand
+
+        value = change(self.value)  # in the order in which `number` asks
+        return SizeOf(value, self.dim, tuple([(sign, changed(operand)) for sign, operand in self.then]))
 
 
 def call_text(op: str, arguments: Sequence[Any]) -> str:
@@ -65,7 +83,8 @@ def _token(argument: Any) -> str:
     if isinstance(argument, Result):
         return f"${argument.number}.{argument.part}" if argument.part else f"${argument.number}"
     if isinstance(argument, SizeOf):
-        return f"{_token(argument.value)}:{argument.dim}"
+        then = "".join([f"{sign}{_token(operand)}" for sign, operand in argument.then])
+        return f"{_token(argument.value)}:{argument.dim}{then}"
     if isinstance(argument, bool):
         return "true" if argument else "false"
     if isinstance(argument, (tuple, list, torch.Size)):
@@ -82,6 +101,10 @@ def _argument(token: str) -> Any:
     if token[0] == "%" and token[-1] == "]":
         given, begin, end = token[1:-1].replace("[", ":").split(":")
         return Part(int(given), int(begin), int(end))
+    if token[0] in "%$" and ("*" in token or "//" in token):
+        first, *rest = re.split(r"(\*|//)", token)
+        then = tuple(zip(rest[::2], map(_argument, rest[1::2]), strict=True))
+        return _argument(first)._replace(then=then)
     if token[0] in "%$":
         value, _, dim = token.partition(":")
         place, _, part = value[1:].partition(".")
@@ -129,7 +152,7 @@ def _filled(argument: Any, tensors: Sequence[Any], results: Sequence[Any]) -> An
     if isinstance(argument, Part):
         return tensors[argument.place][argument.begin : argument.end]
     if isinstance(argument, SizeOf):
-        return _filled(argument.value, tensors, results).size(argument.dim)
+        return argument.number(lambda value, dim: int(_filled(value, tensors, results).size(dim)))
     if type(argument) is list:
         return [_filled(each, tensors, results) for each in argument]
     return results[argument.number][argument.part] if isinstance(argument, Result) else argument

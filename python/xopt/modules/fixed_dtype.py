@@ -1,0 +1,39 @@
+"""Whose dtype is the same in all calls, and casts to it, which do nothing."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, Node
+
+from xopt.modules.chain import linkables
+from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, is_told_size
+
+
+def has_fixed_dtype(node: Node) -> bool:
+    """Whether a call's kind or the graph itself tells its dtype: nobody knows that of what a cache gives."""
+    if node.op in ("placeholder", "get_attr") or is_told_size(node):
+        return True
+    if not is_call(node, operator.getitem, *linkables):
+        return False
+    return "out_dtype" in node.kwargs or all(map(has_fixed_dtype, node.all_input_nodes))
+
+
+def _names_a_dtype(cast: Node) -> bool:
+    """And nothing else: no device, no layout, no wish for a copy."""
+    return all(isinstance(each, torch.dtype) for each in (*cast.args[1:], *cast.kwargs.values()))
+
+
+class DropCast(Pattern):
+    stage: ClassVar[int] = 5
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            source: Any = node.args[0] if is_cast(node) and _names_a_dtype(node) else None
+            if source is not None and dtype_of(node) == dtype_of(source) and has_fixed_dtype(source):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
