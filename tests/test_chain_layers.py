@@ -388,6 +388,30 @@ def test_a_part_of_what_sizes_tell_stays_torchs(chained: list[int]) -> None:
     assert chained
 
 
+def test_a_cast_to_the_dtype_that_is_there_is_none(chained: list[int]) -> None:
+    class Cast(Attention):
+        def __init__(self, like: bool) -> None:
+            super().__init__()
+            self.like = like
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            query, key, value = (self.heads(layer(x)) for layer in (self.query, self.key, self.value))
+            attended = functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
+            result: Tensor = self.out(attended.to(x) if self.like else attended.to(query.dtype))
+            return result
+
+    source, optimized = optimized_pair(lambda: Cast(False))
+    for _ in range(3):
+        check(source, optimized, tokens(2, 5))
+    assert len(set(chained)) == 1
+    without, chained[:] = chained[0], []
+    source, optimized = optimized_pair(lambda: Cast(True))  # which is of the other tensor's device, too
+    for _ in range(3):
+        check(source, optimized, tokens(2, 5))
+    assert chained
+    assert max(chained) < without
+
+
 def test_a_factor_of_queries_is_one_of_scores(chained: list[int]) -> None:
     class Scaled(Attention):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -132,6 +132,31 @@ def test_sizes_are_looked_up_in_each_call() -> None:
         assert torch.equal(result, x.transpose(1, 2).reshape(shape[0], shape[2], -1, 4))
 
 
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (SizeOf(Given(0), 1, (("//", 4),)), lambda x: x.shape[1] // 4),
+        (SizeOf(Given(0), 1, (("//", 4), ("*", 2))), lambda x: x.shape[1] // 4 * 2),
+        (SizeOf(Given(0), 1, (("*", SizeOf(Given(0), 2)),)), lambda x: x.shape[1] * x.shape[2]),
+        (SizeOf(Result(0), 1, (("*", SizeOf(Result(0), 0)), ("//", 2))), lambda x: x.shape[2] * x.shape[0] // 2),
+    ],
+)
+def test_what_is_made_of_sizes(size: SizeOf, expected: Callable[[Tensor], int]) -> None:
+    calls: list[tuple[Any, ...]] = [
+        ("transpose", Given(0), 1, 2),
+        ("reshape", Given(0), [size, -1]),
+        ("contiguous", Result(1)),
+    ]
+    text = calls_text([call_text(each[0], each[1:]) for each in calls], [Result(2)])
+    for shape in ((2, 8, 4), (6, 4, 2), (4, 12, 6)):
+        x = torch.randn(shape)
+        wanted = x.reshape(expected(x), -1)
+        (result,) = ops.chain([x], text)
+        assert torch.equal(result, wanted)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert ops.chain([torch.empty(shape)], text)[0].shape == wanted.shape
+
+
 def test_both_results_of_a_call() -> None:
     x, residual = torch.randn(3, 16), torch.randn(3, 16)
     norm = ("layer_norm", Given(0), None, None, 1e-5, Given(1), True, torch.float32)
@@ -149,6 +174,14 @@ BAD: dict[str, tuple[str, str]] = {
     "no dimension": ("reshape %0 [%0,6]\nreturn $0", "expected a colon and a dimension"),
     "dimension": ("reshape %0 [%0:3,-1]\nreturn $0", r"expected dimensions of tensors in .*, got 3 of shape \[2, 6\]"),
     "size of no tensor": ("reshape %0 [%7:0,-1]\nreturn $0", "expected places of the 1 tensors"),
+    "factor of no tensor": ("reshape %0 [%0:0*%7:0,-1]\nreturn $0", "expected places of the 1 tensors"),
+    "factor of a later one": ("reshape %0 [%0:0*$0:0,-1]\nreturn $0", "expected the number of an earlier call below 0"),
+    "no divisor": ("reshape %0 [%0:0//0,-1]\nreturn $0", "expected a number above 0 after a sign, got '0'"),
+    "divided by a size": (
+        "reshape %0 [%0:0//%0:1,-1]\nreturn $0",
+        "expected a number above 0 after a sign, got '%0:1'",
+    ),
+    "nothing after a sign": ("reshape %0 [%0:0*,-1]\nreturn $0", "expected a number above 0"),
     "size of a later one": ("reshape %0 [$0:0,-1]\nreturn $0", "expected the number of an earlier call below 0"),
     "shape": ("reshape %0 [5,-1]\nreturn $0", r"shape: expected sizes for the elements of \[2, 6\], got \[5, -1\]"),
     "two open": ("reshape %0 [-1,-1]\nreturn $0", "shape: expected sizes for the elements"),

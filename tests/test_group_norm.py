@@ -18,6 +18,7 @@ from tests import cases, reference
 from tests.cases import DTYPES
 from tests.conv_cases import LAYOUTS, image, joined, last, numbers
 from tests.families import Family, expect_values
+from tests.test_chain_programs import lengths_of_chains
 
 ops = torch.ops.xopt
 
@@ -219,3 +220,30 @@ def test_instance_norm_of_one_position() -> None:
         model(torch.randn(1, 3, 4, 4))
         with pytest.raises(ValueError, match="Expected more than 1 spatial element"):
             model(torch.randn(1, 3, 1, 1))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 16) for _ in range(2))
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            hidden = conv(functional.silu(norm(hidden)))
+        return x + hidden
+
+
+def test_norms_and_convolutions_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For images whose channels are last in memory; torch's own norm takes others as they are."""
+    lengths = lengths_of_chains(monkeypatch)
+    torch.manual_seed(0)
+    source = Residual().eval()
+    optimized = xopt.optimize(source)
+    with torch.no_grad():
+        for images, size in ((2, 9), (1, 6), (3, 1), (2, 9)):
+            for layout in (torch.channels_last, torch.contiguous_format):
+                x = torch.randn(images, 16, size, size).contiguous(memory_format=layout)
+                torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
+    assert max(lengths) == 4

@@ -27,6 +27,7 @@ Shape = tuple[int, ...]
 _chain = torch.ops.xopt.chain.default
 ANY_DIMS = 0
 _MOST_SHAPES = 64  # that a chain remembers to fit
+_OWN = -1  # the place of vectors that a chain has made
 _LINE = 16  # floats in a line of the CPU's caches
 _MOST_SKIPPED = 63  # calls of a chain, before it is told anew what could not be told
 
@@ -177,19 +178,22 @@ class Seen:
         with torch.no_grad():
             self._vectors.append(nn.functional.pad(tensor, (0, -len(tensor) % _LINE)))
         self._vector_elements += len(self._vectors[-1])
-        return Part(-1, begin, begin + len(tensor))  # whose place is not known before the last
+        return Part(_OWN, begin, begin + len(tensor))  # whose place is not known before the last
 
     def text(self, returned: Sequence[Result]) -> str:
         """All calls. To be asked for last."""
-        place = -1
+        place = _OWN
         if self._vectors:
             with torch.no_grad():
                 self.operands.take(torch.cat(self._vectors))
             place = self._next().place
 
         def line(call: Call) -> str:
-            arguments = (each._replace(place=place) if isinstance(each, Part) else each for each in call.arguments)
-            return call_text(call.op, tuple(arguments))
+            def told(argument: Any) -> Any:
+                is_own = isinstance(argument, Part) and argument.place == _OWN
+                return argument._replace(place=place) if is_own else argument
+
+            return call_text(call.op, tuple(map(told, call.arguments)))
 
         return calls_text([line(call) for call in self.calls], returned)
 

@@ -21,6 +21,7 @@ from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_together import pack_as_halves
 from xopt.modules.pattern import Pattern, argument, dtype_of, is_call, only_user, replace, shape_of, step
+from xopt.ops.chain import Part
 
 
 class GatedHalves(Pattern):
@@ -103,7 +104,7 @@ def _gated_halves_call(
         return None
     half = seen.attribute(module, "out_features") // 2
     packed = seen.packed(module, "weight", weight.place.packed)
-    bias = seen.tensor(module, "bias")
-    halves: Any = (None, None) if bias is None else [seen.own(each.float()) for each in bias.detach().chunk(2)]
+    bias = seen.parameter(module, "bias")
+    halves: Any = (None, None) if bias is None else (Part(bias.place, 0, half), Part(bias.place, half, 2 * half))
     arguments = (input, packed, half, halves[gate], halves[1 - gate], activation, float(alpha), float(beta), out_dtype)
     return Call("linear_gated", arguments, input, lambda rows: (*rows[:-1], half))
