@@ -38,6 +38,8 @@ class GroupNormCase:
     bias: str = ""
     eps: float = 1e-5
     activation: str = "none"
+    shift: str = ""
+    shift_of_all: bool = False  # one for all images
 
 
 def sample(rng: random.Random) -> GroupNormCase:
@@ -55,6 +57,8 @@ def sample(rng: random.Random) -> GroupNormCase:
         bias=rng.choice(("", *cases.FLOATS)),
         eps=rng.choice((1e-5, 1e-6, 0.1)),
         activation=rng.choice(("none", "silu", "relu")),
+        shift=rng.choice(("", "", *cases.FLOATS)),
+        shift_of_all=rng.random() < 0.5,
     )
 
 
@@ -70,12 +74,18 @@ def check(case: GroupNormCase) -> None:
         for name in (case.weight, case.bias)
     )
     out_dtype = DTYPES[case.out] if case.out else None
+    shift = None
+    if case.shift:
+        shift_shape = (1 if case.shift_of_all else case.images, channels)
+        shift = cases.tensor("normal", shift_shape, DTYPES[case.shift], generator)
     got = ops.group_norm(
-        x, case.groups, weight, bias, eps=case.eps, activation=case.activation, out_dtype=out_dtype
+        x, case.groups, weight, bias, eps=case.eps, activation=case.activation, out_dtype=out_dtype, shift=shift
     )  # fmt: skip
     # A group of an image is a row; its weights differ along it.
     positions = math.prod(size)
-    rows = x.double().reshape(case.images * case.groups, case.width * positions)
+    moved = x.double().reshape(case.images, channels, positions)
+    moved = moved if shift is None else moved + shift.double()[:, :, None]
+    rows = moved.reshape(case.images * case.groups, case.width * positions)
     normed = reference.row_norm(exact(rows), "layer_norm", None, None, case.eps)
     columns = by_channel(normed, case, channels, positions)
     if weight is not None:
@@ -122,6 +132,15 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 X = torch.randn(2, 8, 3, 3)
 ERRORS: dict[str, tuple[Any, str]] = {
     "groups": (lambda: ops.group_norm(X, 3), "groups: expected a divisor of the 8 channels, got 3"),
+    "shift": (
+        lambda: ops.group_norm(X, 2, shift=torch.zeros(3, 8)),
+        r"shift: expected shape \[1 or 2, 8\], got \[3, 8\]",
+    ),
+    "shift of other channels": (
+        lambda: ops.group_norm(X, 2, shift=torch.zeros(2, 4)),
+        r"shift: expected shape \[1 or 2, 8\], got \[2, 4\]",
+    ),
+    "shift's dtype": (lambda: ops.group_norm(X, 2, shift=torch.zeros(2, 8).double()), "shift: expected dtype"),
     "no groups": (lambda: ops.group_norm(X, 0), "groups: expected a divisor of the 8 channels, got 0"),
     "dimensions": (lambda: ops.group_norm(X[0, 0], 1), "input: expected 3 to 5 dimensions"),
     "weight": (lambda: ops.group_norm(X, 2, torch.ones(2)), r"weight: expected shape \[8\], got \[2\]"),
@@ -164,7 +183,7 @@ def test_block_of_a_unet(dtype: torch.dtype) -> None:
     assert errors[0] <= 1.1 * errors[1]
     assert result.is_contiguous()
     (fusion,) = xopt.report(model).fusions
-    assert fusion.fused == ("group_norm+silu", "group_norm+silu", "conv+add")
+    assert fusion.fused == ("group_norm+silu", "add+group_norm+silu", "conv+add")
 
 
 class Stylized(nn.Module):
@@ -233,6 +252,63 @@ class Residual(nn.Module):
         for norm, conv in zip(self.norms, self.convs, strict=True):
             hidden = conv(functional.silu(norm(hidden)))
         return x + hidden
+
+
+class Shifted(nn.Module):
+    """As a time's embedding comes into a UNet."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.conv, self.project = nn.Conv2d(6, 16, 3, padding=1), nn.Linear(5, 16)
+        self.norm, self.written = nn.GroupNorm(4, 16), written
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        image, shift = self.conv(x), self.project(time)
+        if self.written == "getitem":
+            image = image + shift[:, :, None, None]
+        elif self.written == "unsqueeze":
+            image = shift.unsqueeze(-1).unsqueeze(-1) + image
+        elif self.written == "view":
+            image = torch.add(image, shift.view(shift.shape[0], -1, 1, 1))
+        elif self.written == "scaled":
+            image = torch.add(image, shift[:, :, None, None], alpha=2)
+        elif self.written == "used twice":
+            image = image + shift[:, :, None, None]
+            image = image + functional.silu(self.norm(image))
+        result: Tensor = functional.silu(self.norm(image))
+        return result
+
+
+@pytest.mark.parametrize("written", ["getitem", "unsqueeze", "view", "scaled", "used twice"])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_what_is_added_to_each_channel_before(written: str, layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    source = Shifted(written).eval()
+    optimized = xopt.optimize(source)
+    with torch.no_grad():
+        for images, times in ((2, 2), (2, 1), (1, 1), (3, 3), (1, 4), (2, 2)):
+            x, time = torch.randn(images, 6, 5, 5).contiguous(memory_format=layout), torch.randn(times, 5)
+            torch.testing.assert_close(optimized(x, time), source(x, time), rtol=1e-4, atol=1e-5)
+    fused = {step for fusion in xopt.report(optimized).fusions for step in fusion.fused}
+    assert ("add+group_norm+silu" in fused) == (written in ("getitem", "unsqueeze", "view"))
+
+
+def test_an_image_of_one_pixel_is_no_vector() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.norm = nn.Conv2d(6, 16, 1), nn.Conv2d(6, 16, 1), nn.GroupNorm(4, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.norm(self.first(x) + self.second(x))
+            return result
+
+    source = Sum().eval()
+    optimized = xopt.optimize(source)
+    with torch.no_grad():
+        for size in (1, 1, 3, 1):
+            x = last(torch.randn(2, 6, size, size))
+            torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
 
 
 def test_norms_and_convolutions_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

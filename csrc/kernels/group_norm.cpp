@@ -92,25 +92,31 @@ void find_statistics(const GroupNormCall& call, int64_t image, const double* sum
     for (int64_t part = 0; part < parts; ++part) total += sums[(2 * part + which) * call.channels + c];
     return total;
   };
-  const auto as_double = [](const T* p) {
+  const auto as_double = [](F first) {
     float value[kWidth];
-    store(value, load_first(p, 1));
+    store(value, first);
     return static_cast<double>(value[0]);
   };
+  // Shifts move what squares are taken about, and so cost nothing for each position.
+  const auto shift_of = [&](int64_t c) {
+    const ColumnVector& shift = call.shift;
+    return shift.data == nullptr ? 0.0 : as_double(load_any(shift.data, shift.dtype, image * call.shift_stride + c, 1));
+  };
+  const auto origin_of = [&](int64_t c) { return as_double(load_first(x + c, 1)) + shift_of(c); };
   for (int64_t group = 0; group < call.groups; ++group) {
     double mean = 0.0, squares = 0.0;
-    for (int64_t c = group * width; c < (group + 1) * width; ++c) mean += as_double(x + c) + sum_of(c, 0) / positions;
+    for (int64_t c = group * width; c < (group + 1) * width; ++c) mean += origin_of(c) + sum_of(c, 0) / positions;
     mean /= static_cast<double>(width);
     for (int64_t c = group * width; c < (group + 1) * width; ++c) {
       // Squares about the first value, moved to the mean.
-      const double away = mean - as_double(x + c), total = sum_of(c, 0);
+      const double away = mean - origin_of(c), total = sum_of(c, 0);
       squares += sum_of(c, 1) - 2.0 * away * total + positions * away * away;
     }
     const double variance =
         squares > 0.0 || squares != squares ? squares / (positions * static_cast<double>(width)) : 0;
     const float scale = 1.0F / __builtin_sqrtf(static_cast<float>(variance) + call.eps);
     for (int64_t c = group * width; c < (group + 1) * width; ++c) {
-      channels.mean[c] = static_cast<float>(mean);
+      channels.mean[c] = static_cast<float>(mean - shift_of(c));
       channels.factor[c] = scale;
       channels.addend[c] = 0.0F;
     }

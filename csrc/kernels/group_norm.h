@@ -1,8 +1,8 @@
 // GroupNorm in channels_last, with an activation: the contract of the kernel "group_norm" (dtype f32, that of its
 // arithmetic; input and output may be any of the three floating dtypes).
 //
-//   out = activation((x - mean) / sqrt(variance + eps) * weight + bias), mean and variance over the positions and the
-//   channels of a group
+//   out = activation((x + shift - mean) / sqrt(variance + eps) * weight + bias), mean and variance of x + shift over the
+//   positions and the channels of a group
 #pragma once
 
 #include "kernels/gemm.h"
@@ -14,6 +14,8 @@ struct GroupNormCall {
   DType dtype;
   int64_t images, positions, channels, groups;
   ColumnVector weight, bias;
+  ColumnVector shift;    // of an image's channels, if it is there
+  int64_t shift_stride;  // from an image's to the next; 0: all have the same
   float eps;
   Activation activation;  // none, relu or silu
   void* out;              // like the input

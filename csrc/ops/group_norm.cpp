@@ -23,7 +23,8 @@ struct GroupNormArguments {
         bias(stack.optional_tensor()),
         eps(stack.number()),
         activation(stack.string()),
-        out_dtype(stack.optional_dtype_code()) {}
+        out_dtype(stack.optional_dtype_code()),
+        shift(stack.optional_tensor()) {}
 
   Tensor input;
   int64_t groups;
@@ -31,7 +32,23 @@ struct GroupNormArguments {
   double eps;
   String activation;
   std::optional<int32_t> out_dtype;
+  Tensor shift;
 };
+
+// Of each image's channels, or of all images'.
+void set_shift(Tensor* shift, GroupNormCall* call) {
+  if (!*shift) return;
+  const Checked checked{kOp, "shift", *shift};
+  checked.in_place();
+  const DType dtype = checked.dtype(kFloating);
+  const bool fits = shift->dims() == 2 && shift->size(1) == call->channels;
+  if (!fits || (shift->size(0) != 1 && shift->size(0) != call->images)) {
+    checked.fail("expected shape [1 or ", call->images, ", ", call->channels, "], got ", shift->shape_text());
+  }
+  call->shift_stride = shift->size(0) == 1 ? 0 : call->channels;
+  if (!shift->is_contiguous()) *shift = shift->contiguous_copy();
+  call->shift = {shift->data(), dtype};
+}
 
 // Whether pixels lie side by side, image after image.
 bool is_dense(const Tensor& input) {
@@ -48,7 +65,10 @@ Tensor group_norm(Stack stack) {
   GroupNormArguments arguments{stack};
   Tensor& input = arguments.input;
   const Checked checked{kOp, "input", input};
-  check_no_gradient({checked, {kOp, "weight", arguments.weight}, {kOp, "bias", arguments.bias}});
+  check_no_gradient({checked,
+                     {kOp, "weight", arguments.weight},
+                     {kOp, "bias", arguments.bias},
+                     {kOp, "shift", arguments.shift}});
   checked.in_place();
   GroupNormCall call{};
   call.dtype = checked.dtype(kFloating);
@@ -63,6 +83,7 @@ Tensor group_norm(Stack stack) {
   }
   call.weight = column_vector(kOp, "weight", &arguments.weight, call.channels);
   call.bias = column_vector(kOp, "bias", &arguments.bias, call.channels);
+  set_shift(&arguments.shift, &call);
   if (!(arguments.eps >= 0)) fail(kOp, "eps", "expected a number of at least 0, got ", arguments.eps);
   call.eps = static_cast<float>(arguments.eps);
   call.activation = parse_name(kOp, "activation", arguments.activation.text(), kActivations);
@@ -86,7 +107,7 @@ const ChainableOp chainable("group_norm", &group_norm);
 STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
       "group_norm(Tensor input, int groups, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5, "
-      "str activation=\"none\", ScalarType? out_dtype=None) -> Tensor");
+      "str activation=\"none\", ScalarType? out_dtype=None, Tensor? shift=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("group_norm", &boxed<group_norm>); }

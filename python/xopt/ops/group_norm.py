@@ -18,8 +18,9 @@ def _group_norm(
     eps: float = 1e-5,
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor:
-    check("group_norm", {"input": input, "weight": weight, "bias": bias}, FLOATING)
+    check("group_norm", {"input": input, "weight": weight, "bias": bias, "shift": shift}, FLOATING)
     if not 3 <= input.dim() <= 5:
         raise RuntimeError(
             f"xopt::group_norm: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
