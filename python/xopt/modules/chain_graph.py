@@ -22,10 +22,9 @@ from xopt.ops.chain import Given, Result, SizeOf
 def chain_steps(graph: Graph) -> None:
     """Makes one step of those that nothing stands between."""
     window = _Window(graph)
-    for node in list(graph.nodes):
-        if node.op in ("placeholder", "get_attr"):
-            continue
-        kind = _kind_of(node)
+    # Asked before the first chain is made: whose dtype is fixed is told by what it comes from.
+    kinds = {node: _kind_of(node) for node in graph.nodes if node.op not in ("placeholder", "get_attr")}
+    for node, kind in kinds.items():
         if kind is not None and kind.takes_images and window.has_view(_image_of(node)):
             window.close()
         if kind is not None or is_told_size(node) or window.has_part(node):
