@@ -65,10 +65,8 @@ Tensor group_norm(Stack stack) {
   GroupNormArguments arguments{stack};
   Tensor& input = arguments.input;
   const Checked checked{kOp, "input", input};
-  check_no_gradient({checked,
-                     {kOp, "weight", arguments.weight},
-                     {kOp, "bias", arguments.bias},
-                     {kOp, "shift", arguments.shift}});
+  check_no_gradient(
+      {checked, {kOp, "weight", arguments.weight}, {kOp, "bias", arguments.bias}, {kOp, "shift", arguments.shift}});
   checked.in_place();
   GroupNormCall call{};
   call.dtype = checked.dtype(kFloating);

@@ -238,8 +238,7 @@ bool reads_rows(const PreparedCall& call, size_t result) {
   const auto is_result = [&](const PreparedArgument& argument) {
     return argument.kind == PreparedArgument::Kind::result && static_cast<size_t>(argument.integer) == result;
   };
-  return is_result(call.arguments.front()) &&
-         std::none_of(call.arguments.begin() + 1, call.arguments.end(), is_result);
+  return is_result(call.arguments.front()) && std::none_of(call.arguments.begin() + 1, call.arguments.end(), is_result);
 }
 
 void find_rows(PreparedCalls* prepared) {
