@@ -25,6 +25,9 @@ MAX_F32 = 3.4028234663852886e38
 OVERFLOW = 2.0**126  # magnitudes above this may overflow on the way in fp32, whatever the result
 TRANSCENDENTAL_RELATIVE = 4 * 2.0**-23  # allowed approximation error of an activation: 4 ulp of fp32 ...
 TRANSCENDENTAL_ABSOLUTE = 1e-6  # ... plus this
+# What sigmoids may err by on their way into bf16, whose rounding is ten times as much: an exp and a reciprocal.
+ROUGH = frozenset({"silu", "sigmoid", "gelu_tanh", "quick_gelu"})
+ROUGH_RELATIVE = 7.5e-5 + 2.0**-14
 
 INTEGER_RANGE = {torch.int8: (-128.0, 127.0), torch.uint8: (0.0, 255.0)}
 
@@ -167,7 +170,8 @@ ACTIVATIONS: dict[str, tuple[Function, float, bool, bool]] = {
 }
 
 
-def activate(x: Estimate, name: str, alpha: float, beta: float) -> Estimate:
+def activate(x: Estimate, name: str, alpha: float, beta: float, out: torch.dtype | None = None) -> Estimate:
+    """`out`: what the result is stored as, where it is known."""
     function, lipschitz, approximated, vanishes = ACTIVATIONS[name]
     alpha, beta = single(alpha), single(beta)
     value = function(x.value, alpha, beta)
@@ -181,7 +185,10 @@ def activate(x: Estimate, name: str, alpha: float, beta: float) -> Estimate:
         error = x.error * max(1.0, abs(alpha))
         error = torch.where(x.value - x.error < 0, after_rounding(value, error), error)
     if approximated:
-        error = error + TRANSCENDENTAL_RELATIVE * value.abs() + TRANSCENDENTAL_ABSOLUTE
+        relative = TRANSCENDENTAL_RELATIVE
+        if out == torch.bfloat16 and name in ROUGH:
+            relative += ROUGH_RELATIVE
+        error = error + relative * value.abs() + TRANSCENDENTAL_ABSOLUTE
     activated = Estimate(value, error, nan_allowed, x.unchecked)
     return activated.with_value(value, error)
 
@@ -201,11 +208,12 @@ def epilogue(
     binary: str,
     other: Tensor | None,
     activation_last: bool,
+    out: torch.dtype,
 ) -> Estimate:
     x = add_bias(x, bias)
     if activation_last:
-        return activate(combine(x, binary, other), activation, alpha, beta)
-    return combine(activate(x, activation, alpha, beta), binary, other)
+        return activate(combine(x, binary, other), activation, alpha, beta, out)
+    return combine(activate(x, activation, alpha, beta, out), binary, other)
 
 
 def row_norm(x: Estimate, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Estimate:

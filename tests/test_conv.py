@@ -108,7 +108,15 @@ def expected_conv(
     if other is not None:
         other = other.movedim(1, -1).reshape(product.value.shape)
     return reference.epilogue(
-        product, bias, case.activation, case.alpha, case.beta, case.binary, other, case.activation_last
+        product,
+        bias,
+        case.activation,
+        case.alpha,
+        case.beta,
+        case.binary,
+        other,
+        case.activation_last,
+        DTYPES[case.out or case.input],
     )
 
 

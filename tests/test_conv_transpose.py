@@ -109,6 +109,7 @@ def as_conv(case: ConvTransposeCase, x: Tensor, weight: Tensor) -> tuple[ConvCas
         beta=case.beta,
         binary=case.binary,
         activation_last=case.activation_last,
+        out=case.out or case.input,
     )
     return conv_case, spread, flipped
 

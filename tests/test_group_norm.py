@@ -90,7 +90,9 @@ def check(case: GroupNormCase) -> None:
     columns = by_channel(normed, case, channels, positions)
     if weight is not None:
         columns = reference.multiply(columns, weight.double())
-    columns = reference.activate(reference.add_bias(columns, bias), case.activation, 0.0, 0.0)
+    columns = reference.activate(
+        reference.add_bias(columns, bias), case.activation, 0.0, 0.0, DTYPES[case.out or case.input]
+    )
     in_memory = (case.images, *size, channels)
     expect_values("the output", got.movedim(1, -1), columns, in_memory, DTYPES[case.out or case.input])
 

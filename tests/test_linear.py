@@ -143,7 +143,15 @@ def expected_linear(
     if other is not None and not case.other_row:
         other = other.reshape(product.value.shape)
     return reference.epilogue(
-        product, bias, case.activation, case.alpha, case.beta, case.binary, other, case.activation_last
+        product,
+        bias,
+        case.activation,
+        case.alpha,
+        case.beta,
+        case.binary,
+        other,
+        case.activation_last,
+        DTYPES[case.out or case.input],
     )
 
 

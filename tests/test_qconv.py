@@ -84,7 +84,15 @@ def expected_qconv(
     if other is not None:
         other = other.movedim(1, -1).reshape(product.value.shape)
     return reference.epilogue(
-        product, operands.bias, case.activation, case.alpha, case.beta, case.binary, other, case.activation_last
+        product,
+        operands.bias,
+        case.activation,
+        case.alpha,
+        case.beta,
+        case.binary,
+        other,
+        case.activation_last,
+        DTYPES[case.out],
     )
 
 

@@ -133,7 +133,15 @@ def check(case: QLinearCase) -> None:
     if other is not None and not case.other_row:
         other = other.reshape(product.value.shape)
     expected = reference.epilogue(
-        product, bias, case.activation, case.alpha, case.beta, case.binary, other, case.activation_last
+        product,
+        bias,
+        case.activation,
+        case.alpha,
+        case.beta,
+        case.binary,
+        other,
+        case.activation_last,
+        DTYPES[case.out],
     )
     scale_and_zero = (case.output_scale, case.output_zero_point)
     expect_values("the output", got, expected, (*lead, case.n), DTYPES[case.out], False, *scale_and_zero)

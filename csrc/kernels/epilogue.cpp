@@ -158,7 +158,7 @@ XOPT_INLINE void finish_panel(const GemmCall& call, const EpilogueStrip& strip, 
       if (activation_last) combine(binary, y, x);
     }
 #pragma GCC unroll 8
-    for (int64_t v = 0; v < kPanelVectors; ++v) x[v] = activate<A>(x[v], alpha, beta);
+    for (int64_t v = 0; v < kPanelVectors; ++v) x[v] = activate<A, O == Out::bf16>(x[v], alpha, beta);
     if constexpr (B == Other::given) {
       if (!activation_last) combine(binary, y, x);
     }
@@ -191,7 +191,8 @@ void finish_gated_rows(const GemmCall& call, const EpilogueStrip& strip, int64_t
       F x[kTileVectors];
 #pragma GCC unroll 8
       for (int64_t v = 0; v < kTileVectors; ++v) {
-        x[v] = mul(activate<A>(panel_sums.value(sums, v), alpha, beta), panel_sums.value(sums, kTileVectors + v));
+        const F gate = activate<A, O == Out::bf16>(panel_sums.value(sums, v), alpha, beta);
+        x[v] = mul(gate, panel_sums.value(sums, kTileVectors + v));
       }
       store_columns<O, kTileVectors>(e, out, x, strip.columns - first);
     }

@@ -6,6 +6,8 @@
 // precision. The second writes. With fewer images than threads, threads share an image's positions in both.
 #include "kernels/group_norm.h"
 
+#include <type_traits>
+
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
@@ -142,7 +144,7 @@ void write_positions(const GroupNormCall& call, int64_t image, int64_t begin, in
     const auto finish = [&](int64_t c, int64_t count) {
       const F distance = sub(load_first(x + c, count), load_first(channels.mean + c, count));
       const F y = fma(distance, load_first(channels.factor + c, count), load_first(channels.addend + c, count));
-      store_first(out + c, activate<A>(y, y, y), count);
+      store_first(out + c, activate<A, std::is_same_v<Out, Bf16>>(y, y, y), count);
     };
     for (int64_t c = 0; c < whole; c += kWidth) finish(c, kWidth);
     if (whole < n) finish(whole, n - whole);
