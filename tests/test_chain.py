@@ -180,6 +180,14 @@ def products(dtype: torch.dtype, rows: int, width: int, *between: str) -> Calls:
     linear(Result(0), width, 40)
     if "two products" in between:
         linear(Result(0), width, 8)
+    if "gated" in between:
+        halves = [(torch.randn(width, 40) / 7).to(dtype) for _ in range(2)]
+        packed = calls.given(ops.linear_pack_gated(*halves, dtype=dtype))
+        calls.call(
+            "linear_gated", input=Result(1), packed=packed, out_features=width, gate_bias=None, up_bias=None,
+            activation="silu", alpha=0.0, beta=0.0, out_dtype=dtype,
+        )  # fmt: skip
+        linear(Result(2), width, 8)
     if "sum" in between:
         linear(Result(0), width, width, Result(0))
     return calls
@@ -187,10 +195,11 @@ def products(dtype: torch.dtype, rows: int, width: int, *between: str) -> Calls:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", FLOATING)
-@pytest.mark.parametrize("between", [(), ("two products",), ("sum",)])
-def test_products_after_each_other(dtype: torch.dtype, between: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 35])
+@pytest.mark.parametrize("between", [(), ("two products",), ("sum",), ("gated",)])
+def test_products_after_each_other(dtype: torch.dtype, rows: int, between: tuple[str, ...]) -> None:
     """Their rows are a multiple of 2 KB long, and may have a line between them where only products read them."""
-    calls = products(dtype, 35, 4096 // dtype.itemsize, *between)
+    calls = products(dtype, rows, 4096 // dtype.itemsize, *between)
     last = len(calls.results) - 1
     for returned in ([1, last], [0, 1], [0, last]):
         for number, result in zip(returned, ops.chain(*calls.arguments(returned)), strict=True):
