@@ -44,6 +44,17 @@ def test_blocks_and_the_general_epilogue_round_alike(activation: str, dtype: tor
             torch.testing.assert_close(
                 linear(x, weight, other=added, **options), general, rtol=0, atol=0, equal_nan=True
             )
+            # Residuals that are floats, as those of models with embeddings that no layer holds; halves are nobody's.
+            halves = (added.float() / 3).half()
+            options["out_dtype"] = torch.float32
+            torch.testing.assert_close(
+                linear(x, weight, other=halves.float(), **options),
+                linear(x, weight, other=halves, **options),
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+            )
+            del options["out_dtype"]
         return
     rounded = linear(x, weight, out_dtype=torch.bfloat16, **options)
     torch.testing.assert_close(linear(x, weight, **options).bfloat16(), rounded, rtol=0, atol=0, equal_nan=True)

@@ -1,6 +1,6 @@
-// A panel's sums on their way into output of bf16 (or of floats, as a norm wants its rows), some rows at each step of the
-// next panel's products, for the epilogues that are a few instructions (simple_epilogue.h). Sums are floats, or integers
-// of a product of int8.
+// A panel's sums on their way into output of bf16 (or of floats, as a norm wants its rows, and models whose residuals are
+// floats), some rows at each step of the next panel's products, for the epilogues that are a few instructions
+// (simple_epilogue.h). Sums are floats, or integers of a product of int8.
 //
 // Through the epilogue of the family a panel costs a call for each eight rows or more, and what such a call looks up: of
 // 1024 x 640 x 640 on AMX a tenth of the time.
@@ -84,10 +84,11 @@ class PanelFinish {
 
  public:
   // What all panels share: `finish`, of the product's row 0 and column 0; its bias and scale are not looked at. `floats`: the
-  // output, where it is of floats.
-  void begin(const Finish<Bf16>& finish, float* floats) {
+  // output, where it is of floats; then what is added may be, too.
+  void begin(const Finish<Bf16>& finish, float* floats, const float* added_floats) {
     finish_ = finish;
     floats_ = floats;
+    added_floats_ = added_floats;
   }
 
   // A panel whose sums are complete, the product's columns from `column` on; `common`: what PanelColumns tells of them.
@@ -121,7 +122,10 @@ class PanelFinish {
 
   // Columns of a row: all of the panel's, or the first of them.
   struct WholeRow {
-    XOPT_INLINE F read(const Bf16* p, int64_t v) const { return load(p + v * kWidth); }
+    template <class In>
+    XOPT_INLINE F read(const In* p, int64_t v) const {
+      return load(p + v * kWidth);
+    }
     XOPT_INLINE void write(Bf16* p, const F (&x)[kVectors]) const {
 #pragma GCC unroll 4
       for (int64_t v = 0; v < kVectors; v += 2) store_two(p + v * kWidth, x[v], x[v + 1]);
@@ -137,7 +141,10 @@ class PanelFinish {
         count[v] = maximum<int64_t>(0, minimum<int64_t>(kWidth, columns - v * kWidth));
       }
     }
-    XOPT_INLINE F read(const Bf16* p, int64_t v) const { return load_part(p + v * kWidth, count[v]); }
+    template <class In>
+    XOPT_INLINE F read(const In* p, int64_t v) const {
+      return load_part(p + v * kWidth, count[v]);
+    }
     template <class Out>
     XOPT_INLINE void write(Out* p, const F (&x)[kVectors]) const {
 #pragma GCC unroll 4
@@ -159,32 +166,40 @@ class PanelFinish {
   XOPT_INLINE void run(int64_t row, int64_t first, int64_t last) {
     if (floats_ != nullptr) return rows_of_floats(row, first, last);
     if (finish_.columns - column_ < kPanelColumns) return part_of_rows(row, first, last);
-    run_on(WholeRow{}, finish_.out, row, first, last);
+    run_on(WholeRow{}, finish_.out, finish_.other, row, first, last);
   }
   [[gnu::noinline]] void part_of_rows(int64_t row, int64_t first, int64_t last) const {
-    run_on(PartOfRow(finish_.columns - column_), finish_.out, row, first, last);
+    run_on(PartOfRow(finish_.columns - column_), finish_.out, finish_.other, row, first, last);
   }
   [[gnu::noinline]] void rows_of_floats(int64_t row, int64_t first, int64_t last) const {
-    if (finish_.columns - column_ >= kPanelColumns) return run_on(WholeRow{}, floats_, row, first, last);
-    run_on(PartOfRow(finish_.columns - column_), floats_, row, first, last);
+    if (added_floats_ != nullptr) return rows_of_floats(added_floats_, row, first, last);
+    rows_of_floats(finish_.other, row, first, last);
+  }
+  template <class Other>
+  XOPT_INLINE void rows_of_floats(const Other* other, int64_t row, int64_t first, int64_t last) const {
+    if (finish_.columns - column_ >= kPanelColumns) return run_on(WholeRow{}, floats_, other, row, first, last);
+    run_on(PartOfRow(finish_.columns - column_), floats_, other, row, first, last);
   }
 
-  template <class Columns, class Out>
-  XOPT_INLINE void run_on(const Columns& columns, Out* out, int64_t row, int64_t first, int64_t last) const {
-    if (finish_.other == nullptr) return rows<false, false>(columns, out, row, first, last);
-    if (finish_.clamp_last) return rows<true, true>(columns, out, row, first, last);
-    rows<true, false>(columns, out, row, first, last);
+  // `out`, `other`: the product's row 0 and column 0.
+  template <class Columns, class Out, class Other>
+  XOPT_INLINE void run_on(const Columns& columns, Out* out, const Other* other, int64_t row, int64_t first,
+                          int64_t last) const {
+    if (other == nullptr) return rows<false, false>(columns, out, other, row, first, last);
+    if (finish_.clamp_last) return rows<true, true>(columns, out, other, row, first, last);
+    rows<true, false>(columns, out, other, row, first, last);
   }
 
-  template <bool Adds, bool ClampLast, class Columns, class Out>
-  XOPT_INLINE void rows(const Columns& columns, Out* out, int64_t row, int64_t first, int64_t last) const {
+  template <bool Adds, bool ClampLast, class Columns, class Out, class Other>
+  XOPT_INLINE void rows(const Columns& columns, Out* out, const Other* other, int64_t row, int64_t first,
+                        int64_t last) const {
     // In registers: as members, places would be written and read again for each row.
     const int64_t out_stride = finish_.out_stride, other_stride = finish_.other_stride;
     const PanelColumns<Acc> common(common_);
     const F low = set1(finish_.low), high = set1(finish_.high);
     const Acc* sums = sums_ + first * kPanelColumns;
     out += row * out_stride + column_;
-    const Bf16* other = Adds ? finish_.other + row * other_stride + column_ : nullptr;
+    if constexpr (Adds) other += row * other_stride + column_;
     const Bf16* ahead = ahead_ != nullptr ? ahead_ + first * out_stride : nullptr;
     for (int64_t i = first; i < last; ++i, sums += kPanelColumns, out += out_stride) {
       if (ahead != nullptr) {
@@ -206,6 +221,7 @@ class PanelFinish {
 
   Finish<Bf16> finish_;
   float* floats_ = nullptr;
+  const float* added_floats_ = nullptr;
   const Acc* sums_ = nullptr;
   const uint8_t* common_ = nullptr;
   int64_t column_ = 0;
@@ -222,8 +238,10 @@ class PanelOutput {
   // From the panel that is finished to the one whose output lines are fetched.
   static constexpr int64_t kPanelsAhead = 4;
 
-  // Whether a call's panels are. What is added is of bf16.
-  static bool finishes(const GemmCall& call) { return finishes_simply(call, DType::bf16, DType::f32); }
+  // Whether a call's panels are. What is added is of bf16, or of floats as the output is.
+  static bool finishes(const GemmCall& call) {
+    return finishes_simply(call, DType::bf16, DType::f32) || finishes_simply(call, DType::f32);
+  }
 
   // Of a call whose panels are. `out_row_offset`: the product's row that is row 0 of its output.
   explicit PanelOutput(const GemmCall& call, int64_t out_row_offset = 0)
@@ -241,7 +259,9 @@ class PanelOutput {
     const Epilogue& e = call_.epilogue;
     float* floats = nullptr;
     if (e.out_dtype == DType::f32) floats = static_cast<float*>(e.out) - out_row_offset_ * e.out_row_stride;
-    before_.begin(finish_of<Bf16>(e, all, 0, -out_row_offset_, 0), floats);
+    const bool adds_floats = e.binary == Binary::add && e.other_dtype == DType::f32;
+    before_.begin(finish_of<Bf16>(e, all, 0, -out_row_offset_, 0), floats,
+                  adds_floats ? static_cast<const float*>(e.other) : nullptr);
   }
 
   // Of output of bf16.
