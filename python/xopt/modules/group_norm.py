@@ -43,12 +43,12 @@ _group_norm = torch.ops.xopt.group_norm.default
 
 
 def _label(kwargs: dict[str, Any]) -> str:
-    name = "instance_norm" if kwargs["groups"] is None else "group_norm"
-    return (
-        ("add+" if kwargs.get("shift") is not None else "")
-        + name
-        + (f"+{kwargs['activation']}" if kwargs.get("activation") else "")
-    )
+    names = ["instance_norm" if kwargs["groups"] is None else "group_norm"]
+    if kwargs.get("shift") is not None:
+        names.insert(0, "add")
+    if kwargs.get("activation"):
+        names.append(kwargs["activation"])
+    return "+".join(names)
 
 
 @step(_label, writes_any_dtype=True)
@@ -170,11 +170,8 @@ class GroupNormShift(Pattern):
             if not plain or node.kwargs["groups"] is None or "shift" in node.kwargs:
                 continue
             for image, vector in (added.args, added.args[::-1]):
-                if (
-                    shape_of(image) == shape_of(added)
-                    and dtype_of(image) == dtype_of(added)
-                    and _is_shift(vector, image)
-                ):
+                alike = shape_of(image) == shape_of(added) and dtype_of(image) == dtype_of(added)
+                if alike and _is_shift(vector, image):
                     shift = _as_rows(graph, vector)
                     replace(graph, node, group_norm, (image, *node.args[1:]), node.kwargs | {"shift": shift})
                     break
