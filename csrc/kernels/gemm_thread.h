@@ -28,6 +28,7 @@
 #include "kernels/gemm_background.h"
 #include "kernels/gemm_plan.h"
 #include "kernels/panel_output.h"
+#include "kernels/rows_in_place.h"
 #include "kernels/simple_epilogue.h"
 #include "runtime/arena.h"
 #include "tiles/block_amx.h"
@@ -49,16 +50,12 @@ XOPT_INLINE int64_t lines_ahead(int64_t row_blocks) {
 template <class Block, class View = Merged>
 class GemmThread {
   using A = typename Block::A;
-  static constexpr int64_t kBlockBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(A));
+  static constexpr int64_t kBlockBytes = kCopyBytes<Block>;
   static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
   // Row blocks whose products hide that weights come from memory for the first of them. On AVX2 (Zen 4) 9 blocks of
   // 512 x 512 x 3 x 3 gained 14% by fetching ahead and 22 gained 6%; on AVX-512 (Emerald Rapids) 10 blocks gained 2 to 9%.
   static constexpr int64_t kRowBlocksThatHideMisses = 32;
   static constexpr int64_t kFewRowBlocks = 4;
-  // Of tiles whose rows meet in few sets of L1: 1024 x 4096 x 1024 is 1.1 times as fast with a copy.
-  static constexpr int64_t kPanelsWorthACopy = 32;
-  // Of a thread's copies of A with tiles, which are kept while all panels pass. 32 row blocks of K = 4096 fit.
-  static constexpr int64_t kMostCopyBytes = 20 << 20;
   using Output = PanelOutput<typename Block::Acc>;
 
  public:
@@ -184,32 +181,6 @@ class GemmThread {
     return place->kb < plan_.k_blocks;
   }
 
-  // Where tiles can be read from A itself, with no copy.
-  EvenRows rows_in_place() const {
-    if constexpr (Block::kBackground && std::is_same_v<View, Merged>) {
-      const bool as_is = Block::kIsInt ? w_.zero_point == nullptr : view_.dtype() == DType::bf16;
-      if (as_is && w_.k > 0 && w_.k % Block::kTileK == 0) {
-        const EvenRows rows = view_.even_rows(call_.m);
-        if (plan_.tile_rows_meet(rows.step) && copy_pays()) return {};
-        // Tile rows that lie across two cache lines take twice the loads.
-        if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
-      }
-    } else if constexpr (Block::kFinishes && std::is_same_v<View, Merged>) {
-      // Floats that are not rounded first, or pairs of bf16.
-      const bool as_is = std::is_same_v<A, Bf16>
-                             ? view_.dtype() == DType::bf16 && w_.k % 2 == 0
-                             : std::is_same_v<typename Block::Round, float> && view_.dtype() == DType::f32;
-      if (as_is) {
-        const EvenRows rows = view_.even_rows(call_.m);
-        if (plan_.rows_stay_in_l1(rows.step)) return rows;
-      }
-    }
-    return {};
-  }
-  bool copy_pays() const {
-    const bool fits = plan_.chunk_blocks * plan_.k_blocks * kBlockBytes <= kMostCopyBytes;
-    return fits && w_.panels / plan_.grid_panels >= kPanelsWorthACopy;
-  }
   // Of a row block: a tile reads all of its rows.
   bool in_place(int64_t rb) const {
     return in_place_.step != 0 && (!Block::kBackground || plan_.rows_of(rb) % kTileRows == 0);
@@ -419,7 +390,7 @@ class GemmThread {
   View view_;
   Background<typename CopierOf<Block, View>::Type> background_;
 
-  const EvenRows in_place_ = rows_in_place();
+  const EvenRows in_place_ = rows_in_place(call_, view_, plan_);
   int64_t placed_ = -1, a_rows_[kMostPointers];  // of views that say where rows are: the row block, its rows
   uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes], unless they are in turns
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]

@@ -1,0 +1,52 @@
+// Which products read rows of A where they are, and which copy them.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/gemm_plan.h"
+#include "tiles/view.h"
+
+namespace xopt::XOPT_ISA {
+
+// Of a row block.
+template <class Block>
+inline constexpr int64_t kCopyBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
+
+// Of a thread's copies of A with tiles, which are kept while all panels pass. 32 row blocks of K = 4096 fit.
+inline constexpr int64_t kMostCopyBytes = 20 << 20;
+
+// Of tiles whose rows meet in few sets of L1: 1024 x 4096 x 1024 is 1.1 times as fast with a copy, 1024 x 768 x 3072, which
+// has 24 panels, 0.86.
+template <class Block>
+bool copy_pays(const PackedWeight& w, const GemmPlan<Block>& plan) {
+  constexpr int64_t kPanelsWorthACopy = 32;
+  const bool fits = plan.chunk_blocks * plan.k_blocks * kCopyBytes<Block> <= kMostCopyBytes;
+  return fits && w.panels / plan.grid_panels >= kPanelsWorthACopy;
+}
+
+// The rows that blocks read from A itself; a step of 0: none.
+template <class Block, class View>
+EvenRows rows_in_place(const GemmCall& call, const View& view, const GemmPlan<Block>& plan) {
+  [[maybe_unused]] const PackedWeight& w = call.weight;
+  if constexpr (Block::kBackground && std::is_same_v<View, Merged>) {
+    const bool as_is = Block::kIsInt ? w.zero_point == nullptr : view.dtype() == DType::bf16;
+    if (as_is && w.k > 0 && w.k % Block::kTileK == 0) {
+      const EvenRows rows = view.even_rows(call.m);
+      if (plan.tile_rows_meet(rows.step) && copy_pays(w, plan)) return {};
+      // Tile rows that lie across two cache lines take twice the loads.
+      if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
+    }
+  } else if constexpr (Block::kFinishes && std::is_same_v<View, Merged>) {
+    // Floats that are not rounded first, or pairs of bf16.
+    const bool as_is = std::is_same_v<typename Block::A, Bf16>
+                           ? view.dtype() == DType::bf16 && w.k % 2 == 0
+                           : std::is_same_v<typename Block::Round, float> && view.dtype() == DType::f32;
+    if (as_is) {
+      const EvenRows rows = view.even_rows(call.m);
+      if (plan.rows_stay_in_l1(rows.step)) return rows;
+    }
+  }
+  return {};
+}
+
+}  // namespace xopt::XOPT_ISA
