@@ -48,7 +48,6 @@ class AttentionThread {
   using A = typename Block::A;
   using State = BlockState<round_up(Block::kRows, kWidth)>;
   static constexpr int64_t kAccValues = Block::kRows * kPanelColumns;
-  static constexpr int64_t kBlockBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(A));  // of a copy
   using Softmax = SoftmaxStep<round_up(Block::kRows, kWidth), A>;
   static constexpr bool kByWords = XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16 && std::is_same_v<A, Bf16>;
   static constexpr int kHalvesAtOnce = kWidth == kTileColumns ? 2 : 1;  // of a panel, as registers allow
@@ -63,8 +62,8 @@ class AttentionThread {
     const int64_t count = blocks_.size(), key_block = plan_.key_block, key_panels = ceil_div(key_block, kPanelColumns);
     const Scratch keys(static_cast<size_t>(key_panels * plan_.key_panel_bytes));
     const Scratch values(static_cast<size_t>(plan_.value_panels * plan_.value_panel_bytes));
-    const Scratch queries(static_cast<size_t>(plan_.depth_blocks * kBlockBytes));
-    const Scratch probabilities(static_cast<size_t>(kBlockBytes));
+    const Scratch queries(static_cast<size_t>(plan_.depth_blocks * kCopyBytes<Block>));
+    const Scratch probabilities(static_cast<size_t>(kCopyBytes<Block>));
     const Scratch scores(static_cast<size_t>(key_panels * kAccValues) * sizeof(float));
     const Scratch sums(static_cast<size_t>(count * plan_.value_panels * kAccValues) * sizeof(float));
     const Scratch states(static_cast<size_t>(count) * sizeof(State));
@@ -120,7 +119,7 @@ class AttentionThread {
         const int64_t tile = k * Block::kMaxTiles;
         const int64_t depth = minimum(Block::kMaxTiles * Block::kTileK, call_.depth - tile * Block::kTileK);
         const uint8_t* keys_panel = keys_ + panel * plan_.key_panel_bytes + tile * 2 * kTileBytes;
-        const BlockCall call{queries_ + k * kBlockBytes, keys_panel, 0, scores_ + panel * kAccValues, k > 0};
+        const BlockCall call{queries_ + k * kCopyBytes<Block>, keys_panel, 0, scores_ + panel * kAccValues, k > 0};
         multiply(rows.size(), count - panel * kPanelColumns, depth, call);
       }
     }
@@ -164,7 +163,7 @@ class AttentionThread {
     for (int64_t k = 0; k < plan_.depth_blocks; ++k) {
       const int64_t first = k * Block::kMaxTiles * Block::kTileK;
       const int64_t padded = minimum(Block::kMaxTiles, plan_.depth_tiles - k * Block::kMaxTiles) * Block::kTileK;
-      A* to = reinterpret_cast<A*>(queries_ + k * kBlockBytes);
+      A* to = reinterpret_cast<A*>(queries_ + k * kCopyBytes<Block>);
       for (int64_t row = 0; row < rows; ++row, to += Block::kStride) {
         const auto* from = reinterpret_cast<const uint8_t*>(head.queries(places_[row]) + first);
         const int64_t count = minimum(padded, call_.depth - first);

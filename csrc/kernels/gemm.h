@@ -13,6 +13,9 @@
 
 namespace xopt {
 
+// Rows a multiple of so many bytes apart meet in two sets of L1, of which it has 64 of 64 bytes.
+inline constexpr int64_t kMeetingBytes = 2048;
+
 // Where the rows of an output lie that are not one distance apart: row r is the r-th of the positions of images that are
 // `size` (depth, height, width).
 struct OutPositions {

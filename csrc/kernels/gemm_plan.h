@@ -89,7 +89,7 @@ struct GemmPlan : RowBlocks {
   }
 
   // Whether lines of a tile's rows, so many bytes apart, all meet in one set of L1 or two.
-  static bool tile_rows_meet(int64_t step) { return step % (kSetsOfL1 / 2 * 64) == 0; }
+  static bool tile_rows_meet(int64_t step) { return step % kMeetingBytes == 0; }
 
   int64_t k_block_tiles, k_blocks;
   int64_t chunk_blocks, chunk_panels;  // of a chunk: row blocks, panels
@@ -130,9 +130,8 @@ struct GemmPlan : RowBlocks {
       chunk_panels = minimum(kMostStripPanels, maximum<int64_t>(1, for_weights / panel_slice_bytes()));
       pass_k_blocks = 1;
     }
-    const int64_t a_bytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
     const int64_t sum_bytes = Block::kRows * kPanelColumns * 4 * chunk_panels;
-    chunk_blocks = maximum<int64_t>(1, l2 * 3 / 8 / (a_bytes + sum_bytes));
+    chunk_blocks = maximum<int64_t>(1, l2 * 3 / 8 / (kCopyBytes<Block> + sum_bytes));
   }
 
   // k blocks so long that there is one of most products. Of L2 half for the copy of A, an eighth for a chunk's weights

@@ -50,7 +50,6 @@ XOPT_INLINE int64_t lines_ahead(int64_t row_blocks) {
 template <class Block, class View = Merged>
 class GemmThread {
   using A = typename Block::A;
-  static constexpr int64_t kBlockBytes = kCopyBytes<Block>;
   static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
   // Row blocks whose products hide that weights come from memory for the first of them. On AVX2 (Zen 4) 9 blocks of
   // 512 x 512 x 3 x 3 gained 14% by fetching ahead and 22 gained 6%; on AVX-512 (Emerald Rapids) 10 blocks gained 2 to 9%.
@@ -98,7 +97,7 @@ class GemmThread {
     // Copies that no other panels ask for: one that is multiplied, and the next. Those of all rows, far apart for the longest
     // rows that a block takes, would leave L1 and L2 (3136 x 144 x 24 on AMX took 178 us, and 47 with rows in place).
     if (Block::kBackground && panels.size() <= chunk_panels) copies_ = minimum<int64_t>(copies_, 2);
-    const Scratch a(static_cast<size_t>(copies_ * kBlockBytes));
+    const Scratch a(static_cast<size_t>(copies_ * kCopyBytes<Block>));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
     if (finishes_panels_) {
@@ -138,7 +137,7 @@ class GemmThread {
 
   int64_t most_chunk_blocks() const {
     if (!Block::kBackground || in_place_.step != 0) return plan_.chunk_blocks;
-    return minimum(plan_.chunk_blocks, maximum<int64_t>(4, kMostCopyBytes / (plan_.k_blocks * kBlockBytes)));
+    return minimum(plan_.chunk_blocks, maximum<int64_t>(4, kMostCopyBytes / (plan_.k_blocks * kCopyBytes<Block>)));
   }
 
   void panel_chunk() {
@@ -221,7 +220,7 @@ class GemmThread {
 
   uint8_t* a_copy(Place place) const {
     const int64_t turn = place.kb * rows_.size() + place.rb - rows_.begin;
-    return a_ + (copies_ > 2 ? turn : turn & (copies_ - 1)) * kBlockBytes;
+    return a_ + (copies_ > 2 ? turn : turn & (copies_ - 1)) * kCopyBytes<Block>;
   }
 
   const uint8_t* weights(int64_t panel, int64_t kb) const {
@@ -392,7 +391,7 @@ class GemmThread {
 
   const EvenRows in_place_ = rows_in_place(call_, view_, plan_);
   int64_t placed_ = -1, a_rows_[kMostPointers];  // of views that say where rows are: the row block, its rows
-  uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kBlockBytes], unless they are in turns
+  uint8_t* a_ = nullptr;    // copies [k block][row block of the chunk][kCopyBytes], unless they are in turns
   uint8_t* acc_ = nullptr;  // strips of sums, each [panel of the chunk][kAccBytes]
   KeptSums kept_;
   int32_t* row_sums_ = nullptr;

@@ -8,10 +8,6 @@
 
 namespace xopt::XOPT_ISA {
 
-// Of a row block.
-template <class Block>
-inline constexpr int64_t kCopyBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
-
 // Of a thread's copies of A with tiles, which are kept while all panels pass. 32 row blocks of K = 4096 fit.
 inline constexpr int64_t kMostCopyBytes = 20 << 20;
 

@@ -298,9 +298,9 @@ Tensor without_last(const Tensor& tensor, int64_t count) {
 Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call, bool may_space_rows) {
   // So far apart, rows meet in few sets of L1 where the next product reads them. With a line between them that is up to
   // 1.2 times as fast (256 x 1280 x 5120 in bf16, AMX).
-  constexpr int64_t kMeeting = 2048, kLine = 64;
+  constexpr int64_t kLine = 64;
   const int64_t n = call->weight.n, size = dtype_size(call->epilogue.out_dtype);
-  const int64_t between = may_space_rows && n > 0 && n * size % kMeeting == 0 ? kLine / size : 0;
+  const int64_t between = may_space_rows && n > 0 && n * size % kMeetingBytes == 0 ? kLine / size : 0;
   Tensor out = empty_output(op, input, n + between, call->epilogue.out_dtype);
   if (between > 0) out = without_last(out, between);
   call->epilogue.out = out.mutable_data();

@@ -42,7 +42,6 @@ struct LinearArguments {
 
 Tensor linear(Stack stack) {
   constexpr const char* kOp = "linear";
-  const bool may_space_rows = stack.may_space_rows();
   LinearArguments arguments{stack};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
@@ -63,7 +62,7 @@ Tensor linear(Stack stack) {
       output_dtype(kOp, arguments.out_dtype, input, {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
   set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
 
-  return run_into_rows(kOp, input, &call, may_space_rows);
+  return run_into_rows(kOp, input, &call, stack.may_space_rows());
 }
 
 const ChainableOp chainable("linear", &linear, Reads::rows);
@@ -89,7 +88,6 @@ struct LinearGatedArguments {
 
 Tensor linear_gated(Stack stack) {
   constexpr const char* kOp = "linear_gated";
-  const bool may_space_rows = stack.may_space_rows();
   LinearGatedArguments arguments{stack};
   Tensor& input = arguments.input;
   const int64_t n = arguments.out_features;
@@ -103,7 +101,7 @@ Tensor linear_gated(Stack stack) {
   epilogue.up_bias = column_vector(kOp, "up_bias", &arguments.up_bias, n);
   epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
 
-  return run_into_rows(kOp, input, &call, may_space_rows);
+  return run_into_rows(kOp, input, &call, stack.may_space_rows());
 }
 
 const ChainableOp chainable_gated("linear_gated", &linear_gated, Reads::rows);

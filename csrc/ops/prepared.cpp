@@ -215,14 +215,18 @@ void find_last_uses(PreparedCalls* prepared) {
   }
 }
 
-bool goes_on(const PreparedCall& before, size_t result, const PreparedCall& call) {
-  if (call.name != before.name || call.arguments.empty()) return false;
+// Whether a call takes a result for its first argument, and for nothing else.
+bool takes_first(const PreparedCall& call, size_t result) {
+  if (call.arguments.empty()) return false;
   size_t uses = 0;
   each_result(call, [&](size_t read) { uses += read == result ? 1 : 0; });
   const PreparedArgument& first = call.arguments.front();
-  const bool is_first = first.kind == PreparedArgument::Kind::result && static_cast<size_t>(first.integer) == result;
+  return first.kind == PreparedArgument::Kind::result && static_cast<size_t>(first.integer) == result && uses == 1;
+}
+
+bool goes_on(const PreparedCall& before, size_t result, const PreparedCall& call) {
   const bool is_last = std::find(call.unused_after.begin(), call.unused_after.end(), result) != call.unused_after.end();
-  return is_first && is_last && uses == 1;
+  return call.name == before.name && is_last && takes_first(call, result);
 }
 
 void find_runs(PreparedCalls* prepared) {
@@ -232,26 +236,16 @@ void find_runs(PreparedCalls* prepared) {
   }
 }
 
-// Whether a call takes a result as rows that may lie anywhere, and as nothing else.
-bool reads_rows(const PreparedCall& call, size_t result) {
-  if (call.reads != Reads::rows || call.arguments.empty()) return false;
-  const auto is_result = [&](const PreparedArgument& argument) {
-    return argument.kind == PreparedArgument::Kind::result && static_cast<size_t>(argument.integer) == result;
-  };
-  return is_result(call.arguments.front()) && std::none_of(call.arguments.begin() + 1, call.arguments.end(), is_result);
-}
-
 void find_rows(PreparedCalls* prepared) {
   std::vector<PreparedCall>& calls = prepared->calls;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    const size_t result = i * kMostResults;
-    const std::vector<size_t>& returned = prepared->returned;
-    bool rows = std::find(returned.begin(), returned.end(), result) == returned.end();
-    for (size_t j = i + 1; j < calls.size(); ++j) {
-      each_result(calls[j], [&](size_t read) { rows = rows && (read != result || reads_rows(calls[j], result)); });
-    }
-    calls[i].read_by_rows = rows;
+  std::vector<bool> by_rows(calls.size() * kMostResults, true);
+  for (const size_t result : prepared->returned) by_rows[result] = false;
+  for (const PreparedCall& call : calls) {
+    each_result(call, [&](size_t read) {
+      if (call.reads != Reads::rows || !takes_first(call, read)) by_rows[read] = false;
+    });
   }
+  for (size_t i = 0; i < calls.size(); ++i) calls[i].read_by_rows = by_rows[i * kMostResults];
 }
 
 PreparedCalls read_calls(std::string_view text) {

@@ -73,6 +73,10 @@ struct BlockCall {
 };
 inline constexpr int kRowsOfPointer = 2, kMostPointers = 7;
 
+// Of a row block's copy of A.
+template <class Block>
+inline constexpr int64_t kCopyBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
+
 // Row counts are template arguments of the vector blocks, so that accumulators are registers.
 #define XOPT_RUN_ROWS(MAX)                                                   \
   template <class Between>                                                   \

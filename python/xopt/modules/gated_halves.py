@@ -16,7 +16,7 @@ from torch.fx import Graph
 from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import ACTIVATIONS
 from xopt.modules.chain import Call, Seen, Value, chainable
-from xopt.modules.gated_linear import each_gated, gated_product
+from xopt.modules.gated_linear import each_gated, gated_call, gated_product
 from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_together import pack_as_halves
@@ -106,5 +106,4 @@ def _gated_halves_call(
     packed = seen.packed(module, "weight", weight.place.packed)
     bias = seen.parameter(module, "bias")
     halves: Any = (None, None) if bias is None else (Part(bias.place, 0, half), Part(bias.place, half, 2 * half))
-    arguments = (input, packed, half, halves[gate], halves[1 - gate], activation, float(alpha), float(beta), out_dtype)
-    return Call("linear_gated", arguments, input, lambda rows: (*rows[:-1], half))
+    return gated_call(input, packed, half, halves[gate], halves[1 - gate], activation, alpha, beta, out_dtype)

@@ -17,6 +17,7 @@ from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_together import are_pair, pack_as_pair
 from xopt.modules.pattern import MULTIPLY, Pattern, calls, dtype_of, only_user, orders, replace, step, used_only_for
+from xopt.ops.chain import Part
 
 gated_product = torch.ops.xopt.linear_gated.default
 
@@ -98,6 +99,22 @@ def gated_linear(
     )
 
 
+def gated_call(
+    input: Value,
+    pair: Value,
+    width: int,
+    gate_bias: Value | Part | None,
+    up_bias: Value | Part | None,
+    activation: str,
+    alpha: float,
+    beta: float,
+    out_dtype: torch.dtype,
+) -> Call:
+    """A chain's call of the operator."""
+    arguments = (input, pair, width, gate_bias, up_bias, activation, float(alpha), float(beta), out_dtype)
+    return Call("linear_gated", arguments, input, lambda rows: (*rows[:-1], width))
+
+
 def _has_parameters(node: Node) -> bool:
     modules: Any = node.args[:2]
     return all(map(has_own_packed_weight, modules))
@@ -122,5 +139,4 @@ def _gated_linear_call(
     pair, _ = (seen.packed(module, "weight", module.weight.place.packed) for module in (gate, up))
     out_features = seen.attribute(gate, "out_features")
     biases = seen.parameter(gate, "bias"), seen.parameter(up, "bias")
-    arguments = (input, pair, out_features, *biases, activation, float(alpha), float(beta), out_dtype)
-    return Call("linear_gated", arguments, input, lambda rows: (*rows[:-1], out_features))
+    return gated_call(input, pair, out_features, *biases, activation, alpha, beta, out_dtype)

@@ -57,22 +57,17 @@ def _listed(given: tuple[Any, ...]) -> tuple[Any, ...]:
 @_view("reshape", "view", torch.reshape, where=_has_sizes)
 def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
     sizes = _listed(given)
-    others: list[Value] = []  # of which sizes are taken
-    for each in sizes:
-        if isinstance(each, SizeOf):
-            each.with_values(others.append)
+    others = tuple(dict.fromkeys(value for each in sizes if isinstance(each, SizeOf) for value in each.values()))
 
-    def shape(shape: Shape, *others: Shape) -> Shape:
-        following = iter(others)  # in the order in which they were found
-
-        def size_of(value: Value, dim: int) -> int:
-            return next(following)[dim]
-
-        known = [each.number(size_of) if isinstance(each, SizeOf) else each for each in sizes]
+    def shape(shape: Shape, *shapes: Shape) -> Shape:
+        shape_of = dict(zip(others, shapes, strict=True))
+        known = [
+            each.number(lambda value, dim: shape_of[value][dim]) if isinstance(each, SizeOf) else each for each in sizes
+        ]
         rest = math.prod(size for size in known if size != -1)
         return tuple(math.prod(shape) // max(rest, 1) if size == -1 else size for size in known)
 
-    return Call("reshape", (input, sizes), input, shape, others=tuple(others))
+    return Call("reshape", (input, sizes), input, shape, others=others)
 
 
 @_view("flatten", torch.flatten, where=_has_numbers)

@@ -56,12 +56,18 @@ class SizeOf(NamedTuple):
             number = number * by if sign == "*" else number // by
         return number
 
+    def values(self) -> Iterator[Any]:
+        """Of which sizes are taken."""
+        yield self.value
+        for _, operand in self.then:
+            if isinstance(operand, SizeOf):
+                yield from operand.values()
+
     def with_values(self, change: Callable[[Any], Any]) -> SizeOf:
         def changed(operand: int | SizeOf) -> int | SizeOf:
             return operand.with_values(change) if isinstance(operand, SizeOf) else operand
 
-        value = change(self.value)  # in the order in which `number` asks
-        return SizeOf(value, self.dim, tuple([(sign, changed(operand)) for sign, operand in self.then]))
+        return SizeOf(change(self.value), self.dim, tuple([(sign, changed(operand)) for sign, operand in self.then]))
 
 
 def call_text(op: str, arguments: Sequence[Any]) -> str:
