@@ -12,9 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own habit)
+
+from tests.cases import DTYPES
 
 Tensor = torch.Tensor
 
@@ -199,21 +202,17 @@ def combine(x: Estimate, binary: str, other: Tensor | None) -> Estimate:
     return add(x, other.double()) if binary == "add" else multiply(x, other.double())
 
 
-def epilogue(
-    x: Estimate,
-    bias: Tensor | None,
-    activation: str,
-    alpha: float,
-    beta: float,
-    binary: str,
-    other: Tensor | None,
-    activation_last: bool,
-    out: torch.dtype,
-) -> Estimate:
-    x = add_bias(x, bias)
-    if activation_last:
-        return activate(combine(x, binary, other), activation, alpha, beta, out)
-    return combine(activate(x, activation, alpha, beta, out), binary, other)
+def activate_as(case: Any, x: Estimate) -> Estimate:
+    """As a case of a product has it."""
+    return activate(x, case.activation, case.alpha, case.beta, DTYPES[case.out or case.input])
+
+
+def epilogue(case: Any, product: Estimate, bias: Tensor | None, other: Tensor | None) -> Estimate:
+    """What a case has after its product."""
+    x = add_bias(product, bias)
+    if case.activation_last:
+        return activate_as(case, combine(x, case.binary, other))
+    return combine(activate_as(case, x), case.binary, other)
 
 
 def row_norm(x: Estimate, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Estimate:

@@ -45,15 +45,20 @@ def optimized_block() -> tuple[nn.Module, nn.Module, Tensor]:
     return source, optimized, x
 
 
+def watch_chains(monkeypatch: pytest.MonkeyPatch, note: Callable[[str], None]) -> None:
+    """Tells `note` the text of each call of the operator from now on."""
+
+    def noted(tensors: Any, calls: str) -> Any:
+        note(calls)
+        return torch.ops.xopt.chain(tensors, calls)
+
+    monkeypatch.setattr(chains, "_chain", noted)
+
+
 def lengths_of_chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of calls in each call of the operator from now on."""
     lengths: list[int] = []
-
-    def counted(tensors: Any, calls: str) -> Any:
-        lengths.append(calls.count("\n"))
-        return torch.ops.xopt.chain(tensors, calls)
-
-    monkeypatch.setattr(chains, "_chain", counted)
+    watch_chains(monkeypatch, lambda calls: lengths.append(calls.count("\n")))
     return lengths
 
 

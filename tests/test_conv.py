@@ -107,17 +107,7 @@ def expected_conv(
         product = reference.multiply(product, scale.double())
     if other is not None:
         other = other.movedim(1, -1).reshape(product.value.shape)
-    return reference.epilogue(
-        product,
-        bias,
-        case.activation,
-        case.alpha,
-        case.beta,
-        case.binary,
-        other,
-        case.activation_last,
-        DTYPES[case.out or case.input],
-    )
+    return reference.epilogue(case, product, bias, other)
 
 
 def check(case: ConvCase) -> None:

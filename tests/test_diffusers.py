@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xopt
-from xopt.modules import chain as chains
+from tests.test_chain_programs import watch_chains
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -102,12 +102,7 @@ def test_a_transformer_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its GroupNorm to its last product, whose result becomes an image again: in a batch of any size, of images of
     any size."""
     texts: list[str] = []
-
-    def seen(tensors: Any, calls: str) -> Any:
-        texts.append(calls)
-        return torch.ops.xopt.chain(tensors, calls)
-
-    monkeypatch.setattr(chains, "_chain", seen)
+    watch_chains(monkeypatch, texts.append)
     torch.manual_seed(0)
     source = unet().eval()
     optimized = xopt.optimize(source)

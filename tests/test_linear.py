@@ -142,17 +142,7 @@ def expected_linear(
     product = reference.matmul(rows, weight.to(compute).double(), flushes_denormals(compute))
     if other is not None and not case.other_row:
         other = other.reshape(product.value.shape)
-    return reference.epilogue(
-        product,
-        bias,
-        case.activation,
-        case.alpha,
-        case.beta,
-        case.binary,
-        other,
-        case.activation_last,
-        DTYPES[case.out or case.input],
-    )
+    return reference.epilogue(case, product, bias, other)
 
 
 def check(case: LinearCase) -> None:

@@ -85,9 +85,7 @@ def check(case: LinearGatedCase) -> None:
     flushes = flushes_denormals(compute)
     left = reference.add_bias(reference.matmul(rows, gate.to(compute).double(), flushes), gate_bias)
     right = reference.add_bias(reference.matmul(rows, up.to(compute).double(), flushes), up_bias)
-    expected = reference.multiply_estimates(
-        reference.activate(left, case.activation, case.alpha, case.beta, DTYPES[case.out or case.input]), right
-    )
+    expected = reference.multiply_estimates(reference.activate_as(case, left), right)
     expect_values("the output", got, expected, (*lead, case.n), DTYPES[case.out or case.input], flushes)
 
 

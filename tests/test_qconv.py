@@ -83,17 +83,7 @@ def expected_qconv(
     product, other = joined_columns(products), operands.other
     if other is not None:
         other = other.movedim(1, -1).reshape(product.value.shape)
-    return reference.epilogue(
-        product,
-        operands.bias,
-        case.activation,
-        case.alpha,
-        case.beta,
-        case.binary,
-        other,
-        case.activation_last,
-        DTYPES[case.out],
-    )
+    return reference.epilogue(case, product, operands.bias, other)
 
 
 def check(case: QConvCase) -> None:

@@ -132,17 +132,7 @@ def check(case: QLinearCase) -> None:
     product = reference.int8_matmul(x.reshape(rows, case.k), input_zero, input_scale, weight, weight_zero, weight_scale)
     if other is not None and not case.other_row:
         other = other.reshape(product.value.shape)
-    expected = reference.epilogue(
-        product,
-        bias,
-        case.activation,
-        case.alpha,
-        case.beta,
-        case.binary,
-        other,
-        case.activation_last,
-        DTYPES[case.out],
-    )
+    expected = reference.epilogue(case, product, bias, other)
     scale_and_zero = (case.output_scale, case.output_zero_point)
     expect_values("the output", got, expected, (*lead, case.n), DTYPES[case.out], False, *scale_and_zero)
 

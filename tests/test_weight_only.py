@@ -121,24 +121,12 @@ def expected(
     multiplied = weight.to(compute).double()
     product = reference.matmul(rows, multiplied[: case.n], flushes)
     if case.gated:
-        gate = reference.activate(
-            reference.add_bias(product, bias), case.activation, case.alpha, case.beta, DTYPES[case.out or case.input]
-        )
+        gate = reference.activate_as(case, reference.add_bias(product, bias))
         up = reference.add_bias(reference.matmul(rows, multiplied[case.n :], flushes), up_bias)
         return reference.multiply_estimates(gate, up)
     if other is not None and not case.other_row:
         other = other.reshape(product.value.shape)
-    return reference.epilogue(
-        product,
-        bias,
-        case.activation,
-        case.alpha,
-        case.beta,
-        case.binary,
-        other,
-        case.activation_last,
-        DTYPES[case.out or case.input],
-    )
+    return reference.epilogue(case, product, bias, other)
 
 
 def check(case: WeightOnlyCase) -> None:
