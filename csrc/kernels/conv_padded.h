@@ -102,7 +102,7 @@ void conv_padded(const ConvCall& call, const PaddedPlan<Block>& padded) {
   const GemmCall first = product_call(call, 0);
   const int64_t even_rows = RowBlocks(first.m, Block::kRows, true).block_rows;
   const int64_t block_rows = PaddedPlan<Block>::rows_of_block(call.input.out[2], even_rows);
-  const GemmPlan<Block> plan(first, RowBlocks(first.m, block_rows, false));
+  const GemmPlan<Block> plan(first, RowBlocks(first.m, block_rows, false), true);
   EpilogueFn* epilogue = select_epilogue<Block>(first);
   const PieceTable<Block> table(padded.image, plan, first.weight.k_tiles);
   each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {

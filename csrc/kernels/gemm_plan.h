@@ -1,11 +1,14 @@
 // How a call is cut up: block sizes, k blocks, and the threads' grid. Pure arithmetic.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/epilogue.h"
 #include "kernels/row_blocks.h"
 #include "runtime/cpu.h"
 #include "runtime/parallel.h"
 #include "tiles/block.h"
+#include "tiles/view.h"
 
 namespace xopt::XOPT_ISA {
 
@@ -39,13 +42,30 @@ inline int64_t most_lines_of_a_set(int64_t rows, int64_t bytes, int64_t step) {
   return most;
 }
 
+// Lines of a set of L1 that weights leave to rows.
+inline int64_t ways_of_rows() {
+  constexpr int64_t kWaysOfWeights = 2;
+  return l1d_ways() - kWaysOfWeights;
+}
+
 // Whether so many bytes of rows, which begin `step` bytes apart, stay in L1 beside weights. A row has fewer than all sets
 // hold together.
 inline bool stay_in_l1(int64_t rows, int64_t bytes, int64_t step) {
-  constexpr int64_t kWaysOfWeights = 2;
   // Fewer rows than ways never fill a set.
-  if (rows <= l1d_ways() - kWaysOfWeights) return true;
-  return most_lines_of_a_set(rows, bytes, step) <= l1d_ways() - kWaysOfWeights;
+  return rows <= ways_of_rows() || most_lines_of_a_set(rows, bytes, step) <= ways_of_rows();
+}
+
+// Bytes from row to row of an A whose values a vector block multiplies as they are: floats that are not rounded first, or
+// pairs of bf16. 0: it has to copy them.
+template <class Block>
+int64_t step_of_rows(const GemmCall& call) {
+  if constexpr (Block::kFinishes) {
+    const bool as_is = std::is_same_v<typename Block::A, Bf16>
+                           ? call.a.dtype == DType::bf16 && call.weight.k % 2 == 0
+                           : std::is_same_v<typename Block::Round, float> && call.a.dtype == DType::f32;
+    if (as_is && call.a.data != nullptr) return Merged(call.a).even_rows(call.m).step;
+  }
+  return 0;
 }
 
 template <class Block>
@@ -62,13 +82,14 @@ struct GemmPlan : RowBlocks {
   // wait for the next k block, do not become too many.
   static constexpr int64_t kManyRowBlocks = 12, kMostKeptRowBlocks = 32;
 
-  explicit GemmPlan(const GemmCall& call) : GemmPlan(call, RowBlocks(call.m, Block::kRows, Block::kEvenRows)) {}
-  GemmPlan(const GemmCall& call, const RowBlocks& blocks) : RowBlocks(blocks) {
+  explicit GemmPlan(const GemmCall& call) : GemmPlan(call, RowBlocks(call.m, most_rows(call), Block::kEvenRows)) {}
+  // `view_in_place`: rows are those of a view that says where they are, whatever call.a says.
+  GemmPlan(const GemmCall& call, const RowBlocks& blocks, bool view_in_place = false) : RowBlocks(blocks) {
     const PackedWeight& w = call.weight;
-    // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
-    const int64_t most_tiles = most_k_block_tiles(w.k_tiles);
-    k_block_tiles = maximum<int64_t>(1, ceil_div(w.k_tiles, maximum<int64_t>(1, ceil_div(w.k_tiles, most_tiles))));
+    k_block_tiles = even_k_block(w.k_tiles, most_k_block_tiles(w.k_tiles));
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
+    const int64_t step = step_of_rows<Block>(call);
+    reads_in_place = view_in_place || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));
     choose_chunks(w.panel_bytes);
     panel_by_panel = !Block::kBackground && w.k_tiles * Block::kTileK <= kShortSums && call.tuning.chunk_panels == 0;
     max_threads = xopt::max_threads();
@@ -80,9 +101,6 @@ struct GemmPlan : RowBlocks {
     return minimum(k_block_tiles, k_tiles - k_block * k_block_tiles);
   }
 
-  // Whether a k block's part of a row block's rows, these bytes apart, stays in L1 while panels pass, beside their weights.
-  bool rows_stay_in_l1(int64_t step) const { return stay_in_l1(block_rows, row_bytes(), step); }
-
   // Whether L2 holds all weights beside what passes.
   bool weights_stay(const PackedWeight& w) const {
     return w.panels * w.panel_bytes <= (Block::kBackground ? kept_bytes() : most_resident);
@@ -92,6 +110,7 @@ struct GemmPlan : RowBlocks {
   static bool tile_rows_meet(int64_t step) { return step % kMeetingBytes == 0; }
 
   int64_t k_block_tiles, k_blocks;
+  bool reads_in_place;  // vector blocks: rows of A are read where they are, and stay in L1 while panels pass
   int64_t chunk_blocks, chunk_panels;  // of a chunk: row blocks, panels
   int64_t most_resident;               // bytes of weights that stay in L2 beside all else
   int64_t pass_k_blocks;               // k blocks that a row block goes through before the next has its turn
@@ -100,6 +119,22 @@ struct GemmPlan : RowBlocks {
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
  private:
+  // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
+  static int64_t even_k_block(int64_t k_tiles, int64_t most) {
+    return maximum<int64_t>(1, ceil_div(k_tiles, maximum<int64_t>(1, ceil_div(k_tiles, most))));
+  }
+
+  // Rows that meet in few sets of L1 are copied or, where few panels would share a copy, read where they are by blocks of
+  // as few rows as a set holds (fp32 on Zen 5: 196 x 256 x 1024 1.06 times as fast, 1024 x 4096 x 1024 0.98).
+  static int64_t most_rows(const GemmCall& call) {
+    constexpr int64_t kFewPanels = 32, kEnoughRows = 10;
+    const int64_t step = step_of_rows<Block>(call), few = ways_of_rows();
+    if (step == 0 || call.m <= Block::kRows || call.weight.panels >= kFewPanels) return Block::kRows;
+    const int64_t bytes = bytes_of_rows(even_k_block(call.weight.k_tiles, Block::kMaxTiles));
+    const bool meet = few >= kEnoughRows && few < Block::kRows && !stay_in_l1(Block::kRows, bytes, step);
+    return meet ? few : Block::kRows;
+  }
+
   // One k block where it can be: sums that wait for the next one are written and read again. But of long ones L2 holds few
   // panels, and where many rows pass more panels are worth more (2048 x 4096 x 4096 on AMX: 1.07 times as fast). Sums are
   // added up in the order of k blocks, so it must not depend on the number of threads.
@@ -126,6 +161,11 @@ struct GemmPlan : RowBlocks {
       // All of K fits: a row block is finished before the next begins, and its sums never leave L1.
       chunk_panels = kOnePassPanels;
       pass_k_blocks = k_blocks;
+    } else if (reads_in_place && panel_bytes <= for_weights) {
+      // Nor do those of a few panels, for which rows that nobody copies may come in again and again. Beside their weights,
+      // the next ones' and the rows L2 would have no room for sums that wait (197 x 768 x 768 on Zen 5: 1.06).
+      chunk_panels = maximum<int64_t>(1, l2 / 4 / panel_bytes);
+      pass_k_blocks = k_blocks;
     } else {
       chunk_panels = minimum(kMostStripPanels, maximum<int64_t>(1, for_weights / panel_slice_bytes()));
       pass_k_blocks = 1;
@@ -147,7 +187,8 @@ struct GemmPlan : RowBlocks {
   // Of a k block: a panel's weights, and a row block's values in whole tiles.
   int64_t panel_slice_bytes() const { return k_block_tiles * 2 * kTileBytes; }
   int64_t row_block_bytes() const { return Block::kRows * row_bytes(); }
-  int64_t row_bytes() const { return k_block_tiles * (kTileBytes / kTileRows); }
+  int64_t row_bytes() const { return bytes_of_rows(k_block_tiles); }
+  static int64_t bytes_of_rows(int64_t k_tiles) { return k_tiles * (kTileBytes / kTileRows); }
 
   // Tiles, where many row blocks pass: as many panels in a chunk as L2 holds beside the rows that stream through. A row of
   // the output is then written in long pieces, and rows of A in L1 serve the next panel more often (block_amx.h): 1024 x

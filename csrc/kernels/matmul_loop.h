@@ -25,18 +25,28 @@ inline PackedWeight panels_to_be(const MatmulCall& call, DType dtype, int64_t co
   return weight;
 }
 
+// Of the left matrices, whose rows are one distance apart.
+inline RowsView left_rows(const MatmulCall& call, const void* data, DType dtype) {
+  return {data, dtype, call.m, call.left.row_stride, 0};
+}
+inline bool has_rows(const MatmulCall& call) { return call.k <= 1 || call.left.column_stride == 1; }
+
 template <class Block>
 struct MatmulPlan {
   static constexpr int64_t kPanelBytes = 512 << 10;  // of a thread at once, which its L2 holds
   static constexpr int64_t kLeastRows = 128;         // of an item: fewer would pack the columns for too little
   static constexpr int64_t kItemsPerThread = 4;      // where pairs are few, so that no thread waits long for another
 
-  MatmulPlan(const MatmulCall& call, DType dtype)
-      : gemm(GemmCall{call.m, {}, panels_to_be(call, dtype, call.n, nullptr), {}}) {
+  // The dtypes of the matrices and of what panels hold.
+  MatmulPlan(const MatmulCall& call, DType dtype, DType panel_dtype)
+      : gemm(GemmCall{call.m,
+                      has_rows(call) ? left_rows(call, call.left.data, dtype) : RowsView{},
+                      panels_to_be(call, panel_dtype, call.n, nullptr),
+                      {}}) {
     threads = xopt::max_threads();
     for (int64_t dim = 0; dim < call.dims; ++dim) pairs *= call.sizes[dim];
     const int64_t panels = ceil_div(call.n, kPanelColumns);
-    panel_bytes = packed_panel_bytes(dtype, call.k);
+    panel_bytes = packed_panel_bytes(panel_dtype, call.k);
     column_parts = maximum<int64_t>(1, ceil_div(panels * panel_bytes, kPanelBytes));
     const int64_t wanted = kItemsPerThread * threads;
     if (pairs % threads != 0 && pairs * column_parts < wanted) {
@@ -98,8 +108,8 @@ class MatmulThread {
           data_of<uint8_t>(call_.other, pair, dtype_size(call_.other_dtype)) + first * dtype_size(call_.other_dtype);
     }
     const T* left = data_of<T>(call_.left, pair);
-    if (call_.k <= 1 || call_.left.column_stride == 1) {
-      run(part, Merged({left, dtype_, call_.m, call_.left.row_stride, 0}), row_part);
+    if (has_rows(call_)) {
+      run(part, Merged(left_rows(call_, left, dtype_)), row_part);
     } else {
       run(part, Columns(left, dtype_, call_.left.column_stride), row_part);
     }
@@ -156,7 +166,7 @@ class MatmulThread {
 // PanelDType: what panels hold, which is fp32 where a block multiplies that.
 template <class Block, class T, DType PanelDType>
 void matmul_with(const MatmulCall& call, DType dtype) {
-  const MatmulPlan<Block> plan(call, PanelDType);
+  const MatmulPlan<Block> plan(call, dtype, PanelDType);
   const int64_t columns = call.alpha == 1.0F ? 0 : plan.part_panels * kPanelColumns;
   const Scratch scratch(static_cast<size_t>(columns) * sizeof(float));
   auto* alphas = columns > 0 ? scratch.as<float>() : nullptr;

@@ -33,14 +33,7 @@ EvenRows rows_in_place(const GemmCall& call, const View& view, const GemmPlan<Bl
       if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
     }
   } else if constexpr (Block::kFinishes && std::is_same_v<View, Merged>) {
-    // Floats that are not rounded first, or pairs of bf16.
-    const bool as_is = std::is_same_v<typename Block::A, Bf16>
-                           ? view.dtype() == DType::bf16 && w.k % 2 == 0
-                           : std::is_same_v<typename Block::Round, float> && view.dtype() == DType::f32;
-    if (as_is) {
-      const EvenRows rows = view.even_rows(call.m);
-      if (plan.rows_stay_in_l1(rows.step)) return rows;
-    }
+    if (plan.reads_in_place) return view.even_rows(call.m);
   }
   return {};
 }
