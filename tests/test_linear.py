@@ -247,6 +247,19 @@ def test_long_sums(packed: str) -> None:
     )
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("packed", cases.FLOATS)
+def test_rows_that_meet_in_the_cache(packed: str) -> None:
+    """Rows that all begin in one set of L1, are read where they are by lower blocks, or copied where columns are many; and
+    outputs that leave L2, which are fetched to be written."""
+    FAMILY.run_all(
+        exact_case(m, n, k, packed, out=packed, bias="f32", binary="add", other=packed, other_values="integers")
+        for m, n in ((15, 33), (21, 70), (29, 1030), (150, 8))
+        for k in (1024, 2048, 3072, 3080)
+    )
+    FAMILY.run_all(exact_case(3001, 300, k, packed, out=packed, binary="add", other=packed) for k in (16, 700))
+
+
 @pytest.mark.parametrize("packed", cases.FLOATS)
 @pytest.mark.parametrize(
     ("lead", "n", "k"), [("0", 5, 7), ("3", 0, 7), ("3", 5, 0), ("2x0x3", 4, 4), ("0", 0, 0), ("-", 3, 0)]

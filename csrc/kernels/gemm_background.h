@@ -18,19 +18,29 @@ class Prefetches {
   void clear() { count_ = 0; }
   bool empty() const { return count_ == 0; }
   void add(const Prefetch& prefetch) { streams_[count_++] = prefetch; }
-  // The part of the epilogue's `other` that these output rows read from a column on, over the steps along k.
+  // The part of the epilogue's `other`, or of the output, that these rows read or write from a column on, over the steps
+  // along k.
   void add_other(const Epilogue& e, int64_t row, int64_t rows, int64_t column, int64_t k_tiles) {
     if (e.binary == Binary::none || e.other_row_stride == 0) return;
-    const int64_t size = dtype_size(e.other_dtype), stride = e.other_row_stride * size;
-    const int64_t at_once = ceil_div(rows, k_tiles);
-    add({static_cast<const uint8_t*>(e.other) + row * stride + column * size, at_once * stride, stride, at_once});
+    add_panel({e.other, e.other_dtype, 1, e.other_row_stride}, row, rows, column, k_tiles, false);
+  }
+  void add_output(const Epilogue& e, int64_t row, int64_t rows, int64_t column, int64_t k_tiles) {
+    add_panel({e.out, e.out_dtype, 1, e.out_row_stride}, row, rows, column, k_tiles, true);
   }
   XOPT_INLINE void step() {
     for (int i = 0; i < count_; ++i) streams_[i].step();
   }
 
  private:
-  Prefetch streams_[3];
+  void add_panel(const RowsView& view, int64_t row, int64_t rows, int64_t column, int64_t k_tiles, bool for_writing) {
+    const int64_t size = dtype_size(view.dtype), stride = view.row_stride * size, at_once = ceil_div(rows, k_tiles);
+    const auto* first = static_cast<const uint8_t*>(view.data) + row * stride + column * size;
+    for (int64_t line = 0; line < kPanelColumns * size; line += 64) {
+      add({first + line, at_once * stride, stride, at_once, for_writing});
+    }
+  }
+
+  Prefetch streams_[6];  // weights, rows of A, and two lines of a row of floats twice
   int count_ = 0;
 };
 

@@ -203,7 +203,7 @@ class PanelFinish {
     const Bf16* ahead = ahead_ != nullptr ? ahead_ + first * out_stride : nullptr;
     for (int64_t i = first; i < last; ++i, sums += kPanelColumns, out += out_stride) {
       if (ahead != nullptr) {
-        asm volatile("prefetchw %0" : : "m"(*ahead));  // GCC's own only where told that the CPU has it
+        fetch_for_writing(ahead);
         ahead += out_stride;
       }
       F x[kVectors];

@@ -12,16 +12,26 @@
 
 namespace xopt::XOPT_ISA {
 
+// GCC's own only where it is told that the CPU has this instruction, which does nothing on those that have not.
+XOPT_INLINE void fetch_for_writing(const void* line) {
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const uint8_t*>(line)));
+}
+
 // Cache lines that will be wanted soon: `count` lines, `stride` bytes apart, at each step along k, after which `next`
 // moves by `advance`. Spread over the steps they hide behind the products; issued at once they would fill the line
 // buffers.
 struct Prefetch {
   const uint8_t* next;
   int64_t advance, stride, count;
+  bool for_writing = false;
 
   XOPT_INLINE void step() {
     const uint8_t* line = next;
-    for (int64_t i = 0; i < count; ++i, line += stride) __builtin_prefetch(line, 0, 2);  // into L2
+    if (for_writing) {
+      for (int64_t i = 0; i < count; ++i, line += stride) fetch_for_writing(line);
+    } else {
+      for (int64_t i = 0; i < count; ++i, line += stride) __builtin_prefetch(line, 0, 2);  // into L2
+    }
     next += advance;
   }
 };
