@@ -163,9 +163,13 @@ class GemmThread {
       // The former chunk's last sums may wait in a strip that is about to be used again.
       if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) finish_epilogue();
       const bool last = place.kb + 1 == plan_.k_blocks;
-      for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
-        step(place, panel);
-        if (Block::kBackground && last && !finishes_panels_) finish_sums(place.rb, {panel, panel + 1});
+      if (finishes_) {
+        finish_panels(place);
+      } else {
+        for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+          step(place, panel);
+          if (Block::kBackground && last && !finishes_panels_) finish_sums(place.rb, {panel, panel + 1});
+        }
       }
       if (!Block::kBackground && last && !finishes_) finish_sums(place.rb, panels_);
       if (last && !by_panels()) turn_ ^= 1;
@@ -250,7 +254,8 @@ class GemmThread {
     background_.finish_epilogue();
   }
 
-  void step(Place place, int64_t panel) {
+  // What all panels of a row block's k block have in common.
+  BlockCall block_of(Place place) {
     BlockCall block;
     block.kept = &kept_;
     if constexpr (View::kInPlace) {
@@ -261,22 +266,34 @@ class GemmThread {
     } else {
       block.a = a_copy(place);
     }
-    block.b = weights(panel, place.kb);
     block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
-    block.acc = sums(place.rb, panel);
     block.accumulate = place.kb > 0;
-    block.backwards = w_.goes_backwards(panel);
-    background_.prefetches.clear();
-    if (block.k_tiles > 0) {
-      if (fetches_ahead_) {
-        prefetch_weights(place, panel, &block);
-        if constexpr (!View::kInPlace) {
-          if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
-        }
-      }
-      if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
-      if (place.kb + 1 == plan_.k_blocks) prefetch_epilogue(place.rb, panel, block.k_tiles);
+    if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
+      block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
     }
+    return block;
+  }
+
+  void find_prefetches(Place place, int64_t panel, BlockCall* block) {
+    background_.prefetches.clear();
+    if (block->k_tiles == 0) return;
+    if (fetches_ahead_) {
+      prefetch_weights(place, panel, block);
+      if constexpr (!View::kInPlace) {
+        if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
+      }
+    }
+    if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
+    if (place.kb + 1 == plan_.k_blocks) prefetch_epilogue(place.rb, panel, block->k_tiles);
+  }
+
+  // A row block's products with one panel.
+  void step(Place place, int64_t panel) {
+    BlockCall block = block_of(place);
+    block.b = weights(panel, place.kb);
+    block.acc = sums(place.rb, panel);
+    block.backwards = w_.goes_backwards(panel);
+    find_prefetches(place, panel, &block);
     if constexpr (View::kInPlace) view_.set_pieces(place.kb, &block);
     const int64_t rows = plan_.rows_of(place.rb);
     if constexpr (Block::kBackground) {
@@ -284,19 +301,33 @@ class GemmThread {
       if (finishes_panels_) return run_and_finish(rows, block, place, panel);
       Block::run(rows, block, background_);
     } else {
-      using Out = typename Block::Round;
-      Finish<Out> finish;
-      const int64_t column = (panel - panels_.begin) * kPanelColumns;
-      if (finishes_) block.columns = minimum(columns_.columns - column, kPanelColumns);
-      if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
-        block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
-        if (finishes_) {
-          const int64_t row = plan_.first_row(place.rb);
-          finish = finish_of<Out>(call_.epilogue, columns_, row, row - out_row_offset_, column);
-          block.finish = &finish;
-        }
-      }
       Block::run(rows, block, background_.prefetches);
+    }
+  }
+
+  // With all panels of the chunk, whose sums blocks finish themselves. Looked up anew for each panel, what these have in
+  // common takes as long as the products of a convolution of 16 channels.
+  void finish_panels(Place place) {
+    if constexpr (Block::kFinishes) {
+      BlockCall block = block_of(place);
+      block.b = weights(panels_.begin, place.kb);
+      auto* acc = sums(place.rb, panels_.begin);
+      const int64_t rows = plan_.rows_of(place.rb), row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
+      auto finish = finish_of<typename Block::Round>(call_.epilogue, columns_, row, row - out_row_offset_, 0);
+      if (place.kb + 1 == plan_.k_blocks) block.finish = &finish;
+      if constexpr (View::kInPlace) view_.set_pieces(place.kb, &block);
+      const int64_t pieces = block.k_tiles;
+      for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+        block.k_tiles = k_tiles;
+        find_prefetches(place, panel, &block);
+        block.k_tiles = pieces;
+        block.columns = minimum(finish.columns, kPanelColumns);
+        block.acc = acc;
+        Block::run(rows, block, background_.prefetches);
+        acc += kAccBytes;
+        block.b += w_.panel_bytes;
+        finish.skip(kPanelColumns);
+      }
     }
   }
 

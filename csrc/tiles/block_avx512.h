@@ -35,9 +35,8 @@ namespace xopt::XOPT_ISA {
 // Products of floats.
 struct FloatProducts {
   using A = float;
-  // Sums of this many products, half a k block, added up: one chain of all would round three times as badly where K is in
-  // the thousands.
-  static constexpr int64_t kChain = 192;
+  // Sums of this many products, added up: one chain of all would round three times as badly where K is in the thousands.
+  static constexpr int64_t kChain = 128;
   static XOPT_INLINE void multiply(const RowValue& x, F w, F& sum) { sum = fma(set1(x), w, sum); }
   static XOPT_INLINE void multiply(const RowValue& x, bool has_pointer, const F (&w)[2], F& sum0, F& sum1) {
     XOPT_MULTIPLY_TWO("vfmadd231ps", x, has_pointer, w, sum0, sum1);

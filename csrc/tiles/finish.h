@@ -24,6 +24,14 @@ struct Finish {
   bool clamps = false;  // else low and high are not looked at
   float low = -std::numeric_limits<float>::infinity(), high = std::numeric_limits<float>::infinity();
   int64_t columns = 0;
+
+  XOPT_INLINE void skip(int64_t count) {
+    out += count;
+    bias += count;
+    if (scale != nullptr) scale += count;
+    if (other != nullptr) other += count;
+    columns -= count;
+  }
 };
 
 // All kWidth columns or, in a tail, the first `count`: looked at for each row, tails would cost more than the rest.
