@@ -250,8 +250,8 @@ def test_long_sums(packed: str) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("packed", cases.FLOATS)
 def test_rows_that_meet_in_the_cache(packed: str) -> None:
-    """Rows that all begin in one set of L1, are read where they are by lower blocks, or copied where columns are many; and
-    outputs that leave L2, which are fetched to be written."""
+    """Rows that all begin in one set of L1 are read where they are by lower blocks, or copied where columns are many;
+    and outputs that leave L2 are fetched to be written."""
     FAMILY.run_all(
         exact_case(m, n, k, packed, out=packed, bias="f32", binary="add", other=packed, other_values="integers")
         for m, n in ((15, 33), (21, 70), (29, 1030), (150, 8))
