@@ -162,8 +162,17 @@ class GemmThread {
       }
       // The former chunk's last sums may wait in a strip that is about to be used again.
       if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) finish_epilogue();
-      multiply(place);
-      if (place.kb + 1 == plan_.k_blocks && !by_panels()) turn_ ^= 1;
+      const bool last = place.kb + 1 == plan_.k_blocks;
+      if (finishes_) {
+        finish_panels(place);
+      } else {
+        for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+          step(place, panel);
+          if (Block::kBackground && last && !finishes_panels_) finish_sums(place.rb, {panel, panel + 1});
+        }
+      }
+      if (!Block::kBackground && last && !finishes_) finish_sums(place.rb, panels_);
+      if (last && !by_panels()) turn_ ^= 1;
       place = next;
     }
   }
@@ -267,8 +276,6 @@ class GemmThread {
 
   void find_prefetches(Place place, int64_t panel, BlockCall* block) {
     background_.prefetches.clear();
-    block->ahead = nullptr;
-    block->ahead_lines = 0;
     if (block->k_tiles == 0) return;
     if (fetches_ahead_) {
       prefetch_weights(place, panel, block);
@@ -280,41 +287,48 @@ class GemmThread {
     if (place.kb + 1 == plan_.k_blocks) prefetch_epilogue(place.rb, panel, block->k_tiles);
   }
 
-  // A row block's products with all panels of the chunk. Looked up anew for each of them, what they have in common takes as
-  // long as the products of a convolution of 16 channels.
-  void multiply(Place place) {
+  // A row block's products with one panel.
+  void step(Place place, int64_t panel) {
     BlockCall block = block_of(place);
-    block.b = weights(panels_.begin, place.kb);
-    const int64_t rows = plan_.rows_of(place.rb), row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
-    const bool last = place.kb + 1 == plan_.k_blocks;
-    Finish<typename Block::Round> finish;
-    if (finishes_) {
-      finish = finish_of<typename Block::Round>(call_.epilogue, columns_, row, row - out_row_offset_, 0);
-      if (last) block.finish = &finish;
-    }
+    block.b = weights(panel, place.kb);
+    block.acc = sums(place.rb, panel);
+    block.backwards = w_.goes_backwards(panel);
+    find_prefetches(place, panel, &block);
     if constexpr (View::kInPlace) view_.set_pieces(place.kb, &block);
-    const int64_t pieces = block.k_tiles;
-    for (int64_t panel = panels_.begin; panel < panels_.end; ++panel, block.b += w_.panel_bytes) {
-      block.acc = sums(place.rb, panel);
-      block.k_tiles = k_tiles;
-      find_prefetches(place, panel, &block);
-      block.k_tiles = pieces;
-      if constexpr (Block::kBackground) {
-        block.backwards = w_.goes_backwards(panel);
-        background_.begin_block();
-        if (finishes_panels_) {
-          run_and_finish(rows, block, place, panel);
-        } else {
-          Block::run(rows, block, background_);
-          if (last) finish_sums(place.rb, {panel, panel + 1});
-        }
-      } else {
-        if (finishes_) block.columns = minimum(finish.columns, kPanelColumns);
+    const int64_t rows = plan_.rows_of(place.rb);
+    if constexpr (Block::kBackground) {
+      background_.begin_block();
+      if (finishes_panels_) return run_and_finish(rows, block, place, panel);
+      Block::run(rows, block, background_);
+    } else {
+      Block::run(rows, block, background_.prefetches);
+    }
+  }
+
+  // With all panels of the chunk, whose sums blocks finish themselves. Looked up anew for each panel, what these have in
+  // common takes as long as the products of a convolution of 16 channels.
+  void finish_panels(Place place) {
+    if constexpr (Block::kFinishes) {
+      BlockCall block = block_of(place);
+      block.b = weights(panels_.begin, place.kb);
+      auto* acc = sums(place.rb, panels_.begin);
+      const int64_t rows = plan_.rows_of(place.rb), row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
+      auto finish = finish_of<typename Block::Round>(call_.epilogue, columns_, row, row - out_row_offset_, 0);
+      if (place.kb + 1 == plan_.k_blocks) block.finish = &finish;
+      if constexpr (View::kInPlace) view_.set_pieces(place.kb, &block);
+      const int64_t pieces = block.k_tiles;
+      for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+        block.k_tiles = k_tiles;
+        find_prefetches(place, panel, &block);
+        block.k_tiles = pieces;
+        block.columns = minimum(finish.columns, kPanelColumns);
+        block.acc = acc;
         Block::run(rows, block, background_.prefetches);
-        if (finishes_) finish.skip(kPanelColumns);
+        acc += kAccBytes;
+        block.b += w_.panel_bytes;
+        finish.skip(kPanelColumns);
       }
     }
-    if (!Block::kBackground && last && !finishes_) finish_sums(place.rb, panels_);
   }
 
   // A panel's products and, between them, the output of the panel before.
