@@ -101,12 +101,8 @@ class GemmThread {
     const Scratch a(static_cast<size_t>(copies_ * kCopyBytes<Block>));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
-    if (finishes_panels_) {
-      panel_output_.begin(panels, columns.as<uint8_t>());
-      // 16 x 56 x 56 x 256 gained a fifth. What stays in L2 gains nothing, and short sums lose a tenth.
-      fetches_output_ = call_.epilogue.out_dtype == DType::bf16 && output_bytes() > l2_bytes();
-    }
-    if (!Block::kBackground) fetches_output_ = call_.epilogue.positions == nullptr && output_bytes() > l2_bytes() / 2;
+    if (finishes_panels_) panel_output_.begin(panels, columns.as<uint8_t>());
+    fetches_output_ = output_leaves_l2();
     acc_ = acc.as<uint8_t>();
     a_ = a.as<uint8_t>();
     row_sums_ = row_sums.as<int32_t>();
@@ -135,10 +131,13 @@ class GemmThread {
     return false;
   }
 
-  // Of a thread. What leaves L2 has to come back to be written.
-  int64_t output_bytes() const {
-    const int64_t values = call_.m * w_.n / (plan_.grid_rows * plan_.grid_panels);
-    return values * dtype_size(call_.epilogue.out_dtype);
+  // What a thread writes, which then has to come back to be written. With tiles 16 x 56 x 56 x 256 gained a fifth by being
+  // fetched; what stays in L2 gains nothing, and short sums lose a tenth.
+  bool output_leaves_l2() const {
+    const Epilogue& e = call_.epilogue;
+    const int64_t bytes = call_.m * w_.n / (plan_.grid_rows * plan_.grid_panels) * dtype_size(e.out_dtype);
+    if (Block::kBackground) return finishes_panels_ && e.out_dtype == DType::bf16 && bytes > l2_bytes();
+    return e.positions == nullptr && bytes > l2_bytes() / 2;
   }
 
   int64_t most_chunk_blocks() const {
@@ -170,8 +169,8 @@ class GemmThread {
           step(place, panel);
           if (Block::kBackground && last && !finishes_panels_) finish_sums(place.rb, {panel, panel + 1});
         }
+        if (!Block::kBackground && last) finish_sums(place.rb, panels_);
       }
-      if (!Block::kBackground && last && !finishes_) finish_sums(place.rb, panels_);
       if (last && !by_panels()) turn_ ^= 1;
       place = next;
     }

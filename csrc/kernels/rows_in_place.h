@@ -11,11 +11,9 @@ namespace xopt::XOPT_ISA {
 // Of a thread's copies of A with tiles, which are kept while all panels pass. 32 row blocks of K = 4096 fit.
 inline constexpr int64_t kMostCopyBytes = 20 << 20;
 
-// Of tiles whose rows meet in few sets of L1: 1024 x 4096 x 1024 is 1.1 times as fast with a copy, 1024 x 768 x 3072, which
-// has 24 panels, 0.86.
+// Of tiles whose rows meet in few sets of L1.
 template <class Block>
 bool copy_pays(const PackedWeight& w, const GemmPlan<Block>& plan) {
-  constexpr int64_t kPanelsWorthACopy = 32;
   const bool fits = plan.chunk_blocks * plan.k_blocks * kCopyBytes<Block> <= kMostCopyBytes;
   return fits && w.panels / plan.grid_panels >= kPanelsWorthACopy;
 }
