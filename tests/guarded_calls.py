@@ -310,7 +310,9 @@ def main(mode: str) -> None:
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             recurrent_calls(caller, m, n, k, dtype)
             norm_calls(caller, m, n, dtype, FLOATS[index % 3])
-    for index, (channels, out, size) in enumerate(((1, 1, 3), (3, 33, 5), (17, 5, 4), (32, 64, 3), (65, 16, 3))):
+    for index, (channels, out, size) in enumerate(
+        ((1, 1, 3), (3, 33, 5), (17, 5, 4), (32, 64, 3), (65, 16, 3), (32, 3, 12))
+    ):
         for packed_dtype in FLOATS:
             conv_calls(caller, channels, out, size, packed_dtype, FLOATS[index % 3])
             conv_calls(caller, channels, out, size, packed_dtype, packed_dtype)

@@ -110,19 +110,27 @@ def expected_conv(
     return reference.epilogue(case, product, bias, other)
 
 
-def check(case: ConvCase) -> None:
-    total = case.groups * case.out_channels
-    weight_shape = (total, case.channels, *numbers(case.kernel))
-    operands = Operands.of(case, weight_shape, output_size(case))
-    x, weight = operands.input, operands.weight
-    compute = DTYPES[case.packed]
+def operands_of(case: ConvCase) -> Operands:
+    weight_shape = (case.groups * case.out_channels, case.channels, *numbers(case.kernel))
+    return Operands.of(case, weight_shape, output_size(case))
+
+
+def convolve(case: ConvCase, operands: Operands) -> Tensor:
+    x, weight, compute = operands.input, operands.weight, DTYPES[case.packed]
     packed = ops.conv_pack(weight, case.groups, dtype=compute)
     expect_equal("the unpacked weight", ops.conv_unpack(packed, weight.shape, case.groups, compute), weight.to(compute))
     geometry = {name: numbers(getattr(case, name)) for name in ("stride", "padding", "dilation")}
     got = ops.conv(x, packed, weight.shape, operands.bias, groups=case.groups, **geometry, **operands.after(case))
+    return torch.as_tensor(got)
+
+
+def check(case: ConvCase) -> None:
+    operands, compute = operands_of(case), DTYPES[case.packed]
+    x, weight = operands.input, operands.weight
+    got = convolve(case, operands)
     expected = expected_conv(case, x, weight, operands.bias, operands.scale, operands.other)
     out_dtype = DTYPES[case.out or case.input]
-    in_memory = (case.images, *output_size(case), total)
+    in_memory = (case.images, *output_size(case), case.groups * case.out_channels)
     expect_values("the output", got.movedim(1, -1), expected, in_memory, out_dtype, flushes_denormals(compute))
 
 

@@ -3,7 +3,6 @@ candidate, at every level, is as right as the heuristics' own choice, and the sa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.test_weight_only import WeightOnlyCase
 from xopt import _C, tuning
 
 THREADS = 3
-AUTOMATIC, PATCHES = range(2)  # csrc/runtime/tuning.h's TunedPath
 
 # Several blocks of keys and items by each candidate; tails of rows, keys and columns; few queries, which go apart.
 ATTENTION = (
@@ -96,23 +94,6 @@ def test_convolutions_are_right_by_each_candidate(dtype: str) -> None:
     check_all("conv", made, "conv", dtype)
     _C.cap_isa(levels()[-1])
     assert any("patches" in text for text, _ in _C.tuning_candidates("conv", dtype, THREADS))
-
-
-@pytest.mark.parametrize("width", [7, 13, 20])
-@pytest.mark.parametrize("channels", [3, 32, 100])
-def test_patches_and_the_padded_image_give_the_same_bits(channels: int, width: int) -> None:
-    """So bands of an image, which may be read otherwise than the whole, do not depend on how many there are."""
-    image, weight = torch.randn(2, channels, 9, width), torch.randn(40, channels, 3, 3)
-    for level, dtype in itertools.product(levels(), (torch.float32, torch.bfloat16, torch.float16)):
-        _C.cap_isa(level)
-        packed = torch.ops.xopt.conv_pack(weight, dtype=dtype)
-        results = []
-        for path in (AUTOMATIC, PATCHES):
-            with tuning.forced([-1, 0, 0, 0, 0, path]):
-                geometry: Any = {"stride": [1, 1], "padding": [1, 1, 1, 1], "dilation": [1, 1]}
-                results.append(torch.ops.xopt.conv(image, packed, list(weight.shape), **geometry))
-        if level != "amx" or dtype != torch.bfloat16:  # tiles have an order of their own
-            assert torch.equal(*results), (level, dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,7 +1,7 @@
 // Convolutions with weights of bf16: in fp32 up to AVX-512, by pair products from AVX512-BF16 on, by tiles with AMX.
 // isa: scalar avx2 avx512 avx512_bf16 amx
 #include "kernels/conv_lines.h"
-#include "kernels/conv_padded.h"
+#include "kernels/conv_image.h"
 #include "tiles/block_amx.h"
 #include "tiles/block_avx2.h"
 #include "tiles/block_avx512.h"
@@ -22,9 +22,9 @@ void conv_bf16(const ConvCall& call) {
   if (call.weight.k_tiles <= kShortTiles) return conv_with<TileBlock<TileBf16, kShortTiles>>(call);
   conv_with<Block>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-  conv_padded_or_with_patches<FmaBlock<WeightPairs>>(call);
+  conv_from_image_or_patches<FmaBlock<WeightPairs>>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
-  conv_padded_or_with_patches<FmaBlock<WeightBf16>>(call);
+  conv_from_image_or_patches<FmaBlock<WeightBf16>>(call);
 #else
   conv_with<ScalarBlock<Bf16, float, float, Bf16>>(call);
 #endif

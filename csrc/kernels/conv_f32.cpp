@@ -1,6 +1,6 @@
 // Convolutions with weights of fp32. See conv.h and conv_loop.h.
 // isa: scalar avx2 avx512
-#include "kernels/conv_padded.h"
+#include "kernels/conv_image.h"
 #include "tiles/block_avx2.h"
 #include "tiles/block_avx512.h"
 #include "tiles/block_scalar.h"
@@ -10,7 +10,7 @@ namespace {
 
 void conv_f32(const ConvCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX2
-  conv_padded_or_with_patches<FmaBlock<WeightF32>>(call);
+  conv_from_image_or_patches<FmaBlock<WeightF32>>(call);
 #else
   conv_with<ScalarBlock<float, float, float, float>>(call);
 #endif

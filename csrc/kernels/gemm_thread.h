@@ -199,7 +199,7 @@ class GemmThread {
     if (rb != placed_) view_.set_rows(plan_.first_row(rb), plan_.rows_of(rb), a_rows_);
     placed_ = rb;
     block->a = view_.data();
-    block->a_stride = view_.row_bytes();
+    block->a_stride = view_.step_bytes();
     block->a_rows = a_rows_;
   }
 
@@ -283,6 +283,12 @@ class GemmThread {
       }
     }
     if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
+    if constexpr (View::kInPlace) {
+      if (panel == part_.begin) {
+        const Prefetch lines = view_.lines_ahead(place.kb, plan_.k_blocks, block->k_tiles);
+        if (lines.count > 0) background_.prefetches.add(lines);
+      }
+    }
     if (place.kb + 1 == plan_.k_blocks) prefetch_epilogue(place.rb, panel, block->k_tiles);
   }
 
@@ -314,7 +320,10 @@ class GemmThread {
       const int64_t rows = plan_.rows_of(place.rb), row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
       auto finish = finish_of<typename Block::Round>(call_.epilogue, columns_, row, row - out_row_offset_, 0);
       if (place.kb + 1 == plan_.k_blocks) block.finish = &finish;
-      if constexpr (View::kInPlace) view_.set_pieces(place.kb, &block);
+      if constexpr (View::kInPlace) {
+        view_.set_pieces(place.kb, &block);
+        finish.set_pair_distance(view_.pair_distance());
+      }
       const int64_t pieces = block.k_tiles;
       for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
         block.k_tiles = k_tiles;

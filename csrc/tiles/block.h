@@ -42,7 +42,9 @@ struct Piece {
   int32_t line;  // of a plane of a convolution's kernel
   uint8_t tiles, rows;
   uint8_t ends_chain;  // 1: sums are added up after it
+  uint8_t outside;     // kFirstOutside: no product of the first row, if that begins a line of outputs; kLastOutside
 };
+enum : uint8_t { kFirstOutside = 1, kLastOutside = 2 };
 
 // Sums that a block of tiles has left in its tiles, where the next one has better to do than wait for them: these are
 // stored among that one's first products.
@@ -80,6 +82,10 @@ struct BlockCall {
   // from `a` to the first; the other follows by a_stride.
   const Piece* pieces = nullptr;
   const int64_t* a_rows = nullptr;
+  // Whether the first row begins a line of outputs (kFirstOutside), and the last one ends it (kLastOutside). If rows are of
+  // two lines in turns, it is the first two, and the last.
+  uint8_t outside = 0;
+  bool in_two_lines = false;
 };
 inline constexpr int kRowsOfPointer = 2, kMostPointers = 7;
 

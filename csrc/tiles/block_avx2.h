@@ -79,7 +79,7 @@ struct FmaBlock {
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
   }
 
-  template <int R, int V>
+  template <int First, int Rest, int R, int V>
   static XOPT_INLINE void multiply_k(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
     // The half's next tile, into L1: the other half lies between, and the processor's prefetcher stops there.
     if (V <= 2) __builtin_prefetch(b + 2 * kTileBytes);
@@ -89,7 +89,7 @@ struct FmaBlock {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) w[v] = Weight::get(b + v / 2 * kTileBytes, v % 2, g);
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) multiply_row(a.at(r, row * Weight::kGroup + g), w, r, acc);
+      for (int r = First; r < R - Rest; ++r) multiply_row(a.at(r, row * Weight::kGroup + g), w, r, acc);
     }
   }
 

@@ -177,7 +177,7 @@ struct FmaBlock {
     }
   }
 
-  template <int R, int V>
+  template <int First, int Rest, int R, int V>
   static XOPT_INLINE void multiply_k(const uint8_t* b, const ARows<R>& a, int row, F (&acc)[V][R]) {
     prefetch_step<V>(b);
 #pragma GCC unroll 2
@@ -186,7 +186,7 @@ struct FmaBlock {
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) w[v] = Weight::get(b + v * kTileBytes, g);
 #pragma GCC unroll 14
-      for (int r = 0; r < R; ++r) {
+      for (int r = First; r < R - Rest; ++r) {
         const RowValue& x = a.at(r, row * Weight::kGroup + g);
         if constexpr (V == 2) {
           Weight::multiply(x, ARows<R>::has_pointer(r), w, acc[0][r], acc[1][r]);

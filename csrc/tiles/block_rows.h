@@ -55,13 +55,13 @@ class BlockRows {
 template <class Block>
 inline constexpr int64_t kBytesOfRow = Block::kTileK / kTileRows * static_cast<int64_t>(sizeof(typename Block::A));
 
-// Adds the products of a tile. Block::multiply_k does those of one of its rows, and of as many k of A, the `row`th of
-// those that `a` is at: multiply_k(b, a, row, acc).
-template <class Block, int Unrolled, class Rows, int V, int R>
+// Adds the products of a tile with the rows of A from First on, all but the Rest last. Block::multiply_k does those of one
+// row of the tile, and of as many k of A, the `row`th of those that `a` is at: multiply_k(b, a, row, acc).
+template <class Block, int Unrolled, int First = 0, int Rest = 0, class Rows, int V, int R>
 XOPT_INLINE void multiply_tile(const uint8_t* b, Rows& a, F (&acc)[V][R]) {
   for (int j = 0; j < kTileRows; j += Unrolled, b += 64 * Unrolled) {
 #pragma GCC unroll 16
-    for (int i = 0; i < Unrolled; ++i) Block::multiply_k(b + 64 * i, a, i, acc);
+    for (int i = 0; i < Unrolled; ++i) Block::template multiply_k<First, Rest>(b + 64 * i, a, i, acc);
     a.advance(Unrolled * kBytesOfRow<Block>);
   }
 }
@@ -69,9 +69,39 @@ XOPT_INLINE void multiply_tile(const uint8_t* b, Rows& a, F (&acc)[V][R]) {
 template <class Block, class Rows, int V, int R>
 XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, Rows& a, F (&acc)[V][R]) {
   for (int64_t j = 0; j < rows; ++j, b += 64) {
-    Block::multiply_k(b, a, 0, acc);
+    Block::template multiply_k<0, 0>(b, a, 0, acc);
     a.advance(kBytesOfRow<Block>);
   }
+}
+
+// Of whole tiles up to `stop`, without the rows of A that are outside of an image for this piece.
+template <class Block, int Unrolled, int First, int Rest, int V, int R, class Rows, class Step>
+XOPT_INLINE void multiply_some(const uint8_t* stop, const uint8_t** tile, Rows& a, F (&acc)[V][R], const Step& step) {
+  for (; *tile != stop; *tile += 2 * kTileBytes) {
+    step();
+    multiply_tile<Block, Unrolled, First, Rest>(*tile, a, acc);
+  }
+}
+template <class Block, int Unrolled, int V, int R, class Rows, class Step>
+XOPT_INLINE void multiply_inside(const BlockCall& call, const Piece& piece, const uint8_t* stop, const uint8_t** tile,
+                                 Rows& a, F (&acc)[V][R], const Step& step) {
+  const bool first = (piece.outside & kFirstOutside) != 0;
+  if (R == Block::kRows && call.in_two_lines) {
+    if (first) {
+      multiply_some<Block, Unrolled, 2, 0>(stop, tile, a, acc, step);
+    } else {
+      multiply_some<Block, Unrolled, 0, 2>(stop, tile, a, acc, step);
+    }
+  } else if (first) {
+    multiply_some<Block, Unrolled, 1, 0>(stop, tile, a, acc, step);
+  } else {
+    multiply_some<Block, Unrolled, 0, 1>(stop, tile, a, acc, step);
+  }
+}
+// Whether blocks of so many rows do.
+template <class Block>
+constexpr bool leaves_out_rows(int64_t rows) {
+  return rows * 6 >= Block::kRows * 5;
 }
 
 // The end of the tiles, or pieces, whose products are one chain of sums.
@@ -110,7 +140,13 @@ XOPT_INLINE void multiply_tiles(const BlockCall& call, int64_t begin, int64_t en
       rows = piece->rows;
       at = piece->a + (tiles * kTileRows + rows) * kBytesOfRow<Block>;
     }
-    for (const uint8_t* stop = tile + tiles * 2 * kTileBytes; tile != stop; tile += 2 * kTileBytes) {
+    const uint8_t* stop = tile + tiles * 2 * kTileBytes;
+    if constexpr (leaves_out_rows<Block>(R)) {
+      if (piece != nullptr && (piece->outside & call.outside) != 0) {
+        multiply_inside<Block, Unrolled>(call, *piece, stop, &tile, a, acc, step);
+      }
+    }
+    for (; tile != stop; tile += 2 * kTileBytes) {
       step();
       multiply_tile<Block, Unrolled>(tile, a, acc);
     }

@@ -3,7 +3,7 @@
 // A view of which rows are copied answers rows(row, k): a place that copies the elements from (row, k) on, row after row,
 // so that what it takes to find a row is done once for a run of rows and never per element. `Merged` (two row dimensions
 // taken as one) serves linear layers, `Patches` in patches.h (a window that slides over a padded image) convolutions. A
-// view with kInPlace says where blocks find rows: `PaddedImage` in padded_image.h.
+// view with kInPlace says where blocks find rows: `ImageRows` in image_rows.h.
 #pragma once
 
 #include <type_traits>

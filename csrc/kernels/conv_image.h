@@ -1,0 +1,141 @@
+// Convolutions whose vector blocks read rows out of the image, or out of a copy with zeros around it (tiles/image_rows.h).
+//
+//   thread    a range of row blocks x a range of panels
+//    chunk      row blocks whose lines of the image stay in L2: these are copied, if need be
+//     GemmThread  the chunk's products, with nothing more to copy
+#pragma once
+
+#include "kernels/conv_loop.h"
+#include "tiles/block_rows.h"
+#include "tiles/image_rows.h"
+
+namespace xopt::XOPT_ISA {
+
+template <class Block>
+struct ImagePlan {
+  explicit ImagePlan(const ConvCall& call)
+      : image(call.input, Block::kTileK),
+        block_rows(rows_of_block(call)),
+        copies(!is_as_it_multiplies(call.input) || !leaves_out_rows<Block>(block_rows) ||
+               !image.stays_inside(block_rows)) {
+    if (copies) image.template read_copy<Block>();
+  }
+
+  // Whether blocks can read rows there, and it pays. It is the same for some lines of an image as for all.
+  bool chosen(const ConvCall& call) const {
+    const PatchesView& v = call.input;
+    if (call.tuning.path == TunedPath::patches || v.channels == 0 || block_rows == 0) return false;
+    if (image.run_elements() % (Block::kTileK / kTileRows) != 0 || !rows_stay_in_l1(v)) return false;
+    return !copies || (overlaps(v) && two_lines_fit(v));
+  }
+
+  // Rows within a line of outputs, as many as a block takes, or about as many; or those of two lines, if blocks finish
+  // their sums; else pairs that share a pointer, which do not lie in different lines. 0: there is no such block.
+  static int64_t rows_of_block(const ConvCall& call) {
+    const int64_t width = call.input.out[2];
+    int64_t rows = Block::kRows;
+    while (leaves_out_rows<Block>(rows) && width % rows != 0) --rows;
+    if (leaves_out_rows<Block>(rows)) return rows;
+    if (width % kRowsOfPointer == 0) {
+      const int64_t even = RowBlocks(product_call(call, 0).m, Block::kRows, true).block_rows;
+      return round_up(even, int64_t{kRowsOfPointer});
+    }
+    const bool finishes = finishes_simply(product_call(call, 0), Block::kFinishedDType);
+    return finishes && 2 * width == Block::kRows ? Block::kRows : 0;
+  }
+
+  // Whether values of the image are what a block multiplies.
+  static bool is_as_it_multiplies(const PatchesView& v) {
+    constexpr bool kPairs = std::is_same_v<typename Block::A, Bf16>;
+    if (!kPairs && !std::is_same_v<typename Block::Round, float>) return false;
+    return v.dtype == (kPairs ? DType::bf16 : DType::f32) && v.channel_stride == 1;
+  }
+
+  // Beside their weights, while panels pass.
+  bool rows_stay_in_l1(const PatchesView& v) const {
+    constexpr int64_t kElement = sizeof(typename Block::A), kRowBytes = Block::kMaxTiles * Block::kTileK * kElement;
+    const int64_t bytes = minimum(kRowBytes, v.kernel[2] * v.channels * kElement), step = image.row_step() * kElement;
+    return step <= bytes || stay_in_l1(Block::kRows, bytes, step);
+  }
+
+  int64_t bytes(ImageRows::Lines lines) const {
+    return lines.count() * image.line_elements() * static_cast<int64_t>(sizeof(typename Block::A));
+  }
+  bool two_lines_fit(const PatchesView& v) const {
+    return bytes(image.lines_under(0, minimum(v.out[1], int64_t{2}) * v.out[2])) <= l2_bytes() * 3 / 4;
+  }
+
+  ImageRows image;  // any product's: they are alike
+  int64_t block_rows;
+  bool copies;  // lines of the image, with zeros around them
+};
+
+// The pieces of all k blocks.
+template <class Block>
+class PieceTable {
+ public:
+  PieceTable(const ImageRows& image, const GemmPlan<Block>& plan, int64_t k_tiles)
+      : most_(plan.k_block_tiles + minimum(image.runs(), plan.k_block_tiles * Block::kTileK)),
+        pieces_(static_cast<size_t>(plan.k_blocks * most_) * sizeof(Piece)),
+        counts_(static_cast<size_t>(plan.k_blocks) * sizeof(int64_t)) {
+    for (int64_t kb = 0; kb < plan.k_blocks; ++kb) {
+      auto* pieces = pieces_.as<Piece>() + kb * most_;
+      counts_.as<int64_t>()[kb] = image.make_pieces<Block>(kb * plan.k_block_tiles, plan.tiles_of(kb, k_tiles), pieces);
+    }
+  }
+  int64_t block_bytes() const { return most_ * static_cast<int64_t>(sizeof(Piece)); }
+  ImageRows::Pieces pieces(Piece* needed) const { return {pieces_.as<Piece>(), counts_.as<int64_t>(), most_, needed}; }
+
+ private:
+  int64_t most_;
+  Scratch pieces_, counts_;
+};
+
+template <class Block>
+void compute_from_image(const GemmCall& gemm, ImageRows image, const ImagePlan<Block>& images,
+                        const GemmPlan<Block>& plan, EpilogueFn* epilogue, Range blocks, Range panels,
+                        int64_t weights_end) {
+  const auto lines_of = [&](int64_t begin, int64_t end) {
+    return image.lines_under(plan.first_row(begin), plan.first_row(end));
+  };
+  // Weights that do not stay in L2 are read again for each chunk.
+  const bool weights_stay = gemm.weight.panels * gemm.weight.panel_bytes <= plan.most_resident;
+  const int64_t most_bytes = weights_stay ? l2_bytes() / 8 : l2_bytes() * 3 / 8;
+  int64_t chunks = 1;
+  while (chunks < blocks.size() &&
+         images.bytes(lines_of(blocks.begin, blocks.begin + ceil_div(blocks.size(), chunks))) > most_bytes) {
+    ++chunks;
+  }
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const Range part = share(blocks.size(), chunks, chunk);
+    const Range mine{blocks.begin + part.begin, blocks.begin + part.end};
+    const ImageRows::Lines lines = lines_of(mine.begin, mine.end);
+    const Scratch copy(static_cast<size_t>(images.copies ? images.bytes(lines) : 0));
+    if (images.copies) image.copy<Block>(lines, copy.as<typename Block::A>());
+    GemmThread<Block, ImageRows>(gemm, image, plan, epilogue, 0).compute(mine, panels, weights_end);
+  }
+}
+
+template <class Block>
+void conv_from_image(const ConvCall& call, const ImagePlan<Block>& images) {
+  const GemmCall first = product_call(call, 0);
+  const GemmPlan<Block> plan(first, RowBlocks(first.m, images.block_rows, false), true);
+  EpilogueFn* epilogue = select_epilogue<Block>(first);
+  const PieceTable<Block> table(images.image, plan, first.weight.k_tiles);
+  each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {
+    ImageRows image(product_input(call, product), Block::kTileK);
+    if (images.copies) image.read_copy<Block>();
+    const Scratch needed(static_cast<size_t>(table.block_bytes()));
+    image.use(table.pieces(needed.as<Piece>()));
+    compute_from_image<Block>(gemm, image, images, plan, epilogue, blocks, panels, weights_end);
+  });
+}
+
+template <class Block>
+void conv_from_image_or_patches(const ConvCall& call) {
+  const ImagePlan<Block> images(call);
+  if (images.chosen(call)) return conv_from_image(call, images);
+  conv_with<Block>(call);
+}
+
+}  // namespace xopt::XOPT_ISA
