@@ -54,6 +54,18 @@ class Parallel(nn.Module):
         return attended + self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
+class Nested(nn.Module):
+    """Layers of one input, of which one feeds others that have one input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x), self.second(x)
+        return self.third(first) * self.fourth(first) + second  # type: ignore[no-any-return]
+
+
 class Tokens(nn.Module):
     """Sizes of the input are what it expands a parameter and a buffer by."""
 
@@ -181,6 +193,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "rms_norm with offset": (lambda: WrittenOutRmsNorm(1.0), ["rms_norm"]),
     "attention": (Attention, ["merged linear", "attention"]),
     "parallel": (Parallel, ["merged linear", "attention", "linear+gelu_erf", "linear+add"]),
+    "nested siblings": (Nested, ["merged linear", "merged linear"]),
     "factors of one": (Rescaled, ["linear+add"]),
     "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),

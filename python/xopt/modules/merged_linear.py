@@ -34,11 +34,11 @@ class MergeSiblings(Pattern):
         for node in calls(graph, linear):
             if node not in activated:  # the product itself takes an activation along
                 siblings.setdefault(node.args[1], []).append(node)
-        for input, nodes in siblings.items():
+        for nodes in siblings.values():
             modules = [node.args[0].meta[EXAMPLE] for node in nodes]
             alike = all(set(node.kwargs) == {"out_dtype"} for node in nodes)
             if len(nodes) > 1 and alike and _fit(modules) and len({dtype_of(node) for node in nodes}) == 1:
-                _merge(graph, input, nodes)
+                _merge(graph, nodes)
 
 
 def _fit(modules: list[PackedProduct]) -> bool:
@@ -51,8 +51,8 @@ def _fit(modules: list[PackedProduct]) -> bool:
     )
 
 
-def _merge(graph: Graph, input: Node, nodes: list[Node]) -> None:
-    modules = [node.args[0] for node in nodes]
+def _merge(graph: Graph, nodes: list[Any]) -> None:
+    modules, input = [node.args[0] for node in nodes], nodes[0].args[1]  # as it is now: it may have been merged itself
     with graph.inserting_before(nodes[0]):
         together = graph.call_function(merged_linear, (modules, input), {"out_dtype": dtype_of(nodes[0])})
         for place, node in enumerate(nodes):
