@@ -15,6 +15,7 @@ from xopt.graph.autocast import autocast_dtype
 from xopt.modules.base import has_kernels
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.fixed_dtype import has_fixed_dtype
+from xopt.modules.gradients import wants_gradient
 from xopt.modules.pattern import (
     MULTIPLY,
     VIEWS,
@@ -45,10 +46,8 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
         return False
     if not has_kernels(query.device) or key.shape[0] != query.shape[0] or key.shape[:3] != value.shape[:3]:
         return False
-    if torch.is_grad_enabled():
-        wanted = query.requires_grad or key.requires_grad or value.requires_grad
-        if wanted or (mask is not None and mask.requires_grad):
-            return False
+    if wants_gradient(query, key, value, mask):
+        return False
     return mask is None or (mask.ndim <= 4 and (mask.dtype == torch.bool or mask.dtype in FLOATING))
 
 

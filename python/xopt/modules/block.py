@@ -24,6 +24,7 @@ from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.chain_graph import chain_steps
+from xopt.modules.gradients import is_transformed
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 from xopt.modules.substitute import run_substituted
 
@@ -174,6 +175,8 @@ def run(
         return forward(module, *args, **kwargs)
     if active.recorder is not None and not has_symbolic_objects(args, kwargs):
         return active.recorder.call_with_weights(module, forward, args, kwargs)
+    if is_transformed():
+        return forward(module, *args, **kwargs)
     key, values = signature(args, kwargs)
     key = (results, key)
     found = programs.find(module, forward, key, args, kwargs)

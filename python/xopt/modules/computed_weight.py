@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from xopt.modules.base import dtype_name, has_kernels
+from xopt.modules.gradients import wants_gradient
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
@@ -34,7 +35,7 @@ class ComputedWeight:
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
         tensors = self.made_from(module)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if wants_gradient(*tensors):
             return None
         state = [*(_state_of(tensor) for tensor in tensors), *self.also(module)]
         if state != self._state:

@@ -27,6 +27,7 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.gradients import wants_gradient
 from xopt.modules.linear import linear_call
 from xopt.modules.matmul import matmul
 from xopt.modules.packed_parameter import PackedParameter, place_of
@@ -112,10 +113,7 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
             return False
         if any(tensor.dtype not in FLOATING or tensor.is_nested for tensor in inputs):
             return False
-        if not torch.is_grad_enabled():
-            return True
-        parameters = (self._parameters["in_proj_bias"], self.out_proj.bias)
-        return not any(tensor is not None and tensor.requires_grad for tensor in (*inputs, *parameters))
+        return not wants_gradient(*inputs, self._parameters["in_proj_bias"], self.out_proj.bias)
 
     def _plain_forward(
         self,

@@ -20,6 +20,7 @@ from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules.base import Context, Replacement, derive, own_forward
 from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.gradients import wants_gradient
 from xopt.modules.pattern import Pattern, calls, dtype_of, replace, step
 from xopt.ops.fakes import FLOATING
 from xopt.ops.pool import pooled_sizes
@@ -74,7 +75,7 @@ class ImagePool(nn.Module):
 def for_kernel(input: torch.Tensor, dims: int) -> bool:
     """Whether the operators take it."""
     fits = input.dim() == dims + 2 and input.stride(1) == 1 and input.dtype in FLOATING
-    return fits and not (torch.is_grad_enabled() and input.requires_grad)
+    return fits and not wants_gradient(input)
 
 
 def pool(module: Any, input: torch.Tensor) -> torch.Tensor:

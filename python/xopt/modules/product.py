@@ -12,6 +12,7 @@ from xopt.graph.autocast import autocast_dtype
 from xopt.modules.activation import ACTIVATIONS
 from xopt.modules.base import plain_parameter_problem, result_dtype
 from xopt.modules.computed_weight import computed_problem, is_computed
+from xopt.modules.gradients import wants_gradient
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
@@ -28,8 +29,7 @@ def product_problem(module: Any) -> str | None:
 
 def is_for_torch(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether no kernel takes the call: it wants a gradient, or is of another dtype."""
-    wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-    return wants_gradient or input.dtype not in FLOATING
+    return input.dtype not in FLOATING or wants_gradient(input, bias)
 
 
 def plain_parameters(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -23,6 +23,7 @@ from xopt.modules.base import (
     plain_parameter_problem,
     result_dtype,
 )
+from xopt.modules.gradients import wants_gradient
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
@@ -119,10 +120,8 @@ def can_compute(module: Any, tensors: tuple[Any, ...]) -> bool:
         return False
     if not torch.is_autocast_enabled("cpu") and any(each.dtype != tensors[0].dtype for each in tensors):
         return False
-    if not torch.is_grad_enabled():
-        return True
-    biases = (each for name, each in parameters.items() if name.startswith("bias_") and each is not None)
-    return not any(each.requires_grad for each in (*tensors, *biases))
+    biases = (each for name, each in parameters.items() if name.startswith("bias_"))
+    return not wants_gradient(*tensors, *biases)
 
 
 def output_dtype(cell: str, tensors: tuple[Tensor, ...], *, of_a_cell: bool = False) -> torch.dtype | None:

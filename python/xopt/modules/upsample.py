@@ -17,6 +17,7 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol
 from xopt.modules.base import Context, Replacement, derive, own_forward
+from xopt.modules.gradients import wants_gradient
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, step
 from xopt.ops.fakes import FLOATING
 
@@ -90,8 +91,7 @@ def interpolate(
     """`F.interpolate`, which also says what is wrong with arguments that do not fit together."""
     known = _MODES.get((mode, input.dim()))
     target = None if known is None else _target(input, size, scale_factor, bool(recompute_scale_factor))
-    wants_gradient = torch.is_grad_enabled() and input.requires_grad
-    fits = target is not None and input.stride(1) == 1 and input.dtype in FLOATING and not wants_gradient
+    fits = target is not None and input.stride(1) == 1 and input.dtype in FLOATING and not wants_gradient(input)
     if not fits or torch.compiler.is_compiling() or (known != "linear" and align_corners is not None):
         options: dict[str, Any] = {"align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
         return functional.interpolate(input, size, scale_factor, mode, **options)
