@@ -220,7 +220,7 @@ def _add_operators() -> None:
 
     for name in ("__contains__", "item", "tolist", "numpy", "stride"):
         setattr(Symbol, name, refusing(name))
-    for name in ("is_contiguous", "data_ptr", "storage", "untyped_storage", "backward"):
+    for name in ("is_contiguous", "as_strided", "data_ptr", "storage", "untyped_storage", "backward"):
         setattr(Symbol, name, refusing(name))
     for name in ("neg", "pos", "abs", "invert"):
         setattr(Symbol, f"__{name}__", unary(getattr(operator, name)))

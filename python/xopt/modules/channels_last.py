@@ -10,6 +10,7 @@ import threading
 
 class _Inside(threading.local):
     model = False
+    as_torch = False
 
 
 _inside = _Inside()
@@ -18,6 +19,24 @@ _inside = _Inside()
 def is_inside() -> bool:
     """Whether this thread runs such a model."""
     return _inside.model
+
+
+def answers_as_torch() -> bool:
+    """Whether this thread runs a model whose sequences have to come out of a convolution in torch's layout."""
+    return _inside.as_torch
+
+
+class as_torch:  # noqa: N801
+    """For a forward that takes views which torch's layout allows."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _inside.as_torch
+        _inside.as_torch = True
+
+    def __exit__(self, *problem: object) -> None:
+        _inside.as_torch = self._before
 
 
 class inside:  # noqa: N801 - to be read as `with inside()`; as a generator's context it took twice the time

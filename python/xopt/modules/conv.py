@@ -134,8 +134,10 @@ def weight_is_channels_last(module: nn.Module) -> bool:
 
 
 def keeps_channels_last(module: nn.Module, input: torch.Tensor) -> bool:
-    """Whether its answer to this input has the channels last."""
-    return weight_is_channels_last(module) or channels_last.is_inside() or input.stride(1) == 1
+    """Whether its answer to this input has the channels last. Torch's has for images that have, but for no sequence."""
+    if weight_is_channels_last(module) or channels_last.is_inside():
+        return True
+    return input.stride(1) == 1 and not (input.dim() == 3 and channels_last.answers_as_torch())
 
 
 def run(
@@ -155,8 +157,9 @@ def run(
     keeps = keeps_channels_last(module, input)
     padding = _padding(module, pad)
     if module.padding_mode != "zeros":
-        # Modules keep these amounts in the order that pad takes; the operator then pads no more.
-        input = functional.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        # Modules keep these amounts in the order that pad takes; the operator then pads no more. Autocast would widen.
+        with torch.autocast(input.device.type, enabled=False):
+            input = functional.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
         padding = (0,) * len(padding)
     groups = module.groups
     if groups != 1:

@@ -4,13 +4,16 @@ Layers answer in the layout of their input, so it is enough to hand a model its 
 convolutions compute in. Those of few channels stay as they are: a convolution puts their channels side by side as it
 reads them, and answers with the channels last within the model. A forward that takes a view which only the source's
 layout allows (`x.view(len(x), -1)` of an image) says so with an error; it then gets its input as it is, at once and
-from then on. What the model returns has the layout that it would have had.
+from then on. What the model returns has the layout that it would have had, and what it writes into an image that it was
+given is written into the caller's.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -18,11 +21,12 @@ from torch import nn
 from torch.fx import Graph
 
 from xopt.modules.base import has_kernels
-from xopt.modules.channels_last import inside
+from xopt.modules.channels_last import as_torch, inside, is_inside
 from xopt.modules.containers import map_tensors
 from xopt.modules.conv import PackedConv, weight_is_channels_last
 from xopt.modules.conv_transpose import PackedConvTranspose
 from xopt.modules.pattern import Pattern, allow_copies, calls, permutation, shape_of
+from xopt.modules.substitute import are_plain, in_place_of
 from xopt.ops.fakes import FLOATING
 
 _log = logging.getLogger("xopt")
@@ -55,42 +59,59 @@ def _has_channels_last(image: Any) -> bool:
 
 
 def image_dims(module: nn.Module) -> frozenset[int]:
-    """Numbers of dimensions of the images that this model's convolutions are better given with the channels last.
+    """Numbers of dimensions of what this model's convolutions are better given, and answer, with the channels last.
     None, where its weights have their channels last: then its layers see to it themselves, as torch's do."""
     convs = [part for part in module.modules() if isinstance(part, (PackedConv, PackedConvTranspose))]
     if any(weight_is_channels_last(conv) for conv in convs):
         return frozenset()
-    return frozenset(len(conv.kernel_size) + 2 for conv in convs) & _FORMATS.keys()
+    return frozenset(len(conv.kernel_size) + 2 for conv in convs)
 
 
 class Layout:
+    """`dims`: see `image_dims`. Sequences (3) are never laid out anew, but a convolution answers them as it likes."""
+
     def __init__(self, dims: frozenset[int]) -> None:
-        self._dims = dims
+        self._dims = dims & _FORMATS.keys()
+        self._plays_no_part = not dims
+        self._takes_views = False
+        self._was_right = False
+        """Whether a forward in another layout has come to its end."""
 
     def call(
         self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`forward(module, args, kwargs)` with images in another layout."""
-        if not self._dims or torch.compiler.is_compiling() or torch._C._is_tracing():
+        if self._plays_no_part or torch.compiler.is_compiling() or torch._C._is_tracing():
             return forward(module, args, kwargs)
-        images = [value for value in (*args, *kwargs.values()) if self._has_channels_first(value)]
-        if not images:
+        if self._takes_views:
+            with as_torch():
+                return forward(module, args, kwargs)
+        values = (*args, *kwargs.values())
+        images = [value for value in values if self._has_channels_first(value)]
+        if not images and any(map(_is_channels_last, values)):
             return forward(module, args, kwargs)
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         changed = args, kwargs
         if not all(map(_may_stay, images)):
-            changed = tuple(map(self._channels_last, args)), {k: self._channels_last(v) for k, v in kwargs.items()}
+            lay_out = functools.partial(self._channels_last, copies=copies)
+            changed = tuple(map(lay_out, args)), {key: lay_out(value) for key, value in kwargs.items()}
+        before = None if self._was_right else _Written(module, values)
         try:
-            with inside():
+            with inside() if images else nullcontext():
                 result = forward(module, *changed)
         except RuntimeError as error:
             if _VIEW_ERROR not in str(error):
                 raise
-            self._dims = frozenset()
-            _log.info(
-                "%s: computes in the layout of its input, since it takes a view of an image", type(module).__name__
-            )
-            return forward(module, args, kwargs)
-        return map_tensors(self._contiguous, result)
+            if before is not None:
+                before.restore()
+            self._takes_views = True
+            _log.info("%s: computes in the layout of its input, since it takes views", type(module).__name__)
+            return self.call(forward, module, args, kwargs)
+        self._was_right = True
+        for image, copy in copies:
+            if copy._version > 0:
+                image.copy_(copy)
+        return map_tensors(_contiguous, result)
 
     def _has_channels_first(self, value: Any) -> bool:
         """Whether it is an image in another layout than convolutions compute in."""
@@ -98,14 +119,58 @@ class Layout:
             return False
         return value.stride(1) != 1 and has_kernels(value.device) and value.layout == torch.strided
 
-    def _channels_last(self, value: Any) -> Any:
+    def _channels_last(self, value: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         if not self._has_channels_first(value) or _may_stay(value):
             return value
-        return value.contiguous(memory_format=_FORMATS[value.dim()])
+        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):  # so that writes are counted
+            copy = value.contiguous(memory_format=_FORMATS[value.dim()])
+        copies.append((value, copy))
+        return copy
 
-    def _contiguous(self, result: torch.Tensor) -> torch.Tensor:
-        is_image = result.dim() in self._dims and result.layout == torch.strided
-        return result.contiguous() if is_image else result
+
+@in_place_of(torch.Tensor.as_strided, torch.as_strided, switch=None)
+def _as_strided(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Who counts places in memory counts them in the layout that torch would have given the tensor."""
+    if not is_inside() or not are_plain(input) or input.is_contiguous() or not _is_dense(input):
+        return NotImplemented
+    return torch.as_strided(input.contiguous(), *args, **kwargs)
+
+
+class _Written:
+    """What a forward that may have to run twice could write: a model's buffers, and the tensors that it is given."""
+
+    def __init__(self, module: nn.Module, values: tuple[Any, ...]) -> None:
+        tensors = [*module.buffers(), *(value for value in values if type(value) is torch.Tensor)]
+        self._copies = [(each, each._version, each.clone()) for each in tensors if not each.is_inference()]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, version, copy in self._copies:
+                if tensor._version != version:
+                    tensor.copy_(copy)
+
+
+def _contiguous(result: torch.Tensor) -> torch.Tensor:
+    """Of what lies close together in another order, as convolutions answer."""
+    if result.dim() < 3 or result.layout != torch.strided or result.is_contiguous():
+        return result
+    return result.contiguous() if _is_dense(result) else result
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_channels_last(value: Any) -> bool:
+    """Whether it is an image that the caller has laid out so, for which torch answers so."""
+    if type(value) is not torch.Tensor or value.dim() not in _FORMATS:
+        return False
+    return value.stride(1) == 1 and not value.is_contiguous()
 
 
 def _may_stay(image: torch.Tensor) -> bool:
