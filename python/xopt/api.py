@@ -140,7 +140,7 @@ def _make_blocks(
 ) -> None:
     if config.fuse_attention:
         for integration in _integrations():
-            integration.adopt(model)
+            integration.take_attention()
     for part in list(model.modules()):
         if part is not model:
             make_block(part, config)

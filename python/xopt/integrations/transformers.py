@@ -1,12 +1,13 @@
 """transformers: an attention function of its own, registered the way that library provides for.
 
-`optimize` lets models whose attention is "sdpa" use it, by the library's own `set_attn_implementation`. It takes what
-transformers' sdpa takes; what the kernel does not do (dropout, soft caps, paged caches) goes on to transformers' own.
+It stands in place of "sdpa", and is xopt's where an optimized model calls it; what other models call stays as it was.
+It takes what transformers' sdpa takes; what the kernel does not do (dropout, soft caps, paged caches) goes on to that.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,14 +18,13 @@ import torch
 from torch.fx import Node
 from transformers import (
     AttentionInterface,
-    AttentionMaskInterface,
     Cache,
     EncoderDecoderCache,
     PreTrainedModel,
 )
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.generic import ModelOutput
 
@@ -42,12 +42,12 @@ from xopt.graph.symbol import (
 from xopt.integrations import experts  # noqa: F401 - a replacement of its own
 from xopt.modules.attention import attend, attention_call, attention_steps, can_attend, is_plain_attention
 from xopt.modules.base import Context, Replacement, own_forward
+from xopt.modules.block import PROGRAMS
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.linear import PackedProduct
 from xopt.modules.pattern import step
 from xopt.modules.product import product_problem
 
-NAME = "xopt"
 # What transformers' sdpa never looks at makes no difference: models hand on whatever their callers gave them.
 _READ_BY_SDPA = frozenset(
     {each for each in sdpa_attention_forward.__code__.co_consts if isinstance(each, str)}
@@ -148,20 +148,21 @@ def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool, quer
     return bias + mask
 
 
-def adopt(model: torch.nn.Module) -> list[str]:
-    """Lets the transformers models in a model use xopt's attention; in words, for which it did."""
-    register()
-    adopted = []
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == "sdpa":
-            part.set_attn_implementation(NAME)
-            adopted.append(type(part).__name__)
-    return adopted
+@functools.wraps(sdpa_attention_forward)
+def attention_in_its_place(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+    """What "sdpa" stands for: xopt's in blocks of models that were optimized so, and elsewhere what it was."""
+    programs = module.__dict__.get(PROGRAMS)
+    if programs is not None and programs.config.fuse_attention:
+        return xopt_attention(module, *args, **kwargs)
+    result: tuple[Any, None] = sdpa_attention_forward(module, *args, **kwargs)
+    return result
 
 
-def register() -> None:
-    AttentionInterface.register(NAME, xopt_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+def take_attention() -> None:
+    """Not under a name of our own: models ask for "sdpa", and then put into the mask which keys an indexer chose, or
+    make masks of another kind. A function that somebody else has registered stays."""
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
+        AttentionInterface.register("sdpa", attention_in_its_place)
 
 
 def _update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any) -> Any:
