@@ -20,8 +20,9 @@ from xopt import config as settings
 from xopt import machine
 from xopt.config import Config
 from xopt.modules.base import Context, dtype_name, takes_halves
-from xopt.modules.block import make_block
+from xopt.modules.block import make_block, set_flow
 from xopt.modules.computed_weight import is_computed
+from xopt.modules.flow import Flow
 from xopt.modules.root import make_root
 from xopt.plan.plan import Decision, make_plan
 from xopt.report import ATTRIBUTE, Entry, Report, call_arguments
@@ -145,6 +146,8 @@ def _make_blocks(
         if part is not model:
             make_block(part, config)
     make_root(model, config, inside, source_dtype)
+    if inside is not None and source_dtype is not None:
+        set_flow(model, Flow(inside, source_dtype))
 
 
 def _read_options(options: dict[str, Any], config: Config) -> Config:

@@ -20,6 +20,13 @@ def autocast_dtype_of(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def is_inside() -> bool:
+    """Whether somebody has said something of autocast, though it be that it is off."""
+    depth: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
+
+
 CASTS = ("float", "to", "type")  # a tensor's methods that change its dtype to fp32, or may
 
 

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from xopt.config import Config
+from xopt.graph.autocast import is_inside
 from xopt.graph.program import EPOCH, Program, hooked
 from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.chain_graph import chain_steps
+from xopt.modules.flow import Flow
 from xopt.modules.gradients import is_transformed
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 from xopt.modules.substitute import run_substituted
@@ -51,8 +53,10 @@ Forward = Callable[..., Any]
 class Programs:
     """A block's programs by the kind of call. Copies of the module start with none."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, flow: Flow | None = None) -> None:
         self.config = config
+        self.flow = flow
+        """Of a model that was optimized to another dtype."""
         self.fused: list[str] = []
         """What the programs fuse, in words."""
         self.problem: str | None = None
@@ -146,10 +150,10 @@ class Programs:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Programs:
-        return Programs(self.config)
+        return Programs(self.config, self.flow)
 
     def __reduce__(self) -> Any:
-        return Programs, (self.config,)
+        return Programs, (self.config, self.flow)
 
 
 def apply_patterns(recorder: Recorder, config: Config) -> list[str]:
@@ -178,6 +182,8 @@ def run(
     if is_transformed():
         return forward(module, *args, **kwargs)
     key, values = signature(args, kwargs)
+    if programs.flow is not None and key[0] is key[1] is None and not is_inside():
+        return programs.flow.enter(run, module, forward, args, kwargs)
     key = (results, key)
     found = programs.find(module, forward, key, args, kwargs)
     if torch.is_grad_enabled() and _wants_gradient(module, values):
@@ -255,6 +261,13 @@ def make_block(module: nn.Module, config: Config) -> bool:
         return False
     module.__dict__[PROGRAMS] = Programs(config)
     return True
+
+
+def set_flow(model: nn.Module, flow: Flow) -> None:
+    for part in model.modules():
+        programs: Programs | None = part.__dict__.get(PROGRAMS)
+        if programs is not None:
+            programs.flow = flow
 
 
 def can_be_block(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from xopt.config import Config
 from xopt.graph.autocast import autocast
 from xopt.modules.block import PROGRAMS, Block, Programs, can_be_block, is_small, run, source_forward
 from xopt.modules.containers import map_tensors
+from xopt.modules.flow import device_type
 from xopt.modules.layout import Layout, image_dims
 from xopt.tuning import ModelTuning
 
@@ -67,7 +68,7 @@ class RootForward:
         return self._call(module, args, kwargs)
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = "cpu" if self._dtype is None else _device_type(module, (*args, *kwargs.values()))
+        device = "cpu" if self._dtype is None else device_type(module, (*args, *kwargs.values()))
         if self._dtype is None or torch.is_autocast_enabled(device):
             return self._layout.call(self._forward, module, args, kwargs)
         with autocast(device, self._dtype):
@@ -109,15 +110,6 @@ class RootForward:
             self.tuning,
             self._backend,
         )
-
-
-def _device_type(module: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """Of the first input that is a tensor; finding a parameter takes as long as ten of them."""
-    for value in inputs:
-        if isinstance(value, torch.Tensor):
-            return "cpu" if value.is_cpu else value.device.type
-    found = next(module.parameters(), None)
-    return "cpu" if found is None else found.device.type
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
