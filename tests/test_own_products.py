@@ -184,8 +184,8 @@ ALL: tuple[Callable[[], nn.Module], ...] = (
 )
 
 
-def made(kind: Callable[[], nn.Module], inside: bool = False) -> nn.Module:
-    torch.manual_seed(0)
+def made(kind: Callable[[], nn.Module], inside: bool = False, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     module = kind()
     return (nn.Sequential(nn.Linear(IN, IN), module) if inside else module).eval()
 
@@ -243,10 +243,11 @@ def test_compile_and_export(kind: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(exported(x), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["model", "part"])
 @pytest.mark.parametrize("kind", [ByOperator, ByT, OnePerHead, Stack])
 @torch.no_grad()
-def test_states_come_and_go_as_the_sources(kind: Callable[[], nn.Module]) -> None:
-    source, x = made(kind, inside=True), torch.randn(2, 6, IN)
+def test_states_come_and_go_as_the_sources(kind: Callable[[], nn.Module], inside: bool) -> None:
+    source, x = made(kind, inside), torch.randn(2, 6, IN)
     before = copy.deepcopy(source.state_dict())
     optimized = xopt.optimize(source, dtype=torch.bfloat16)
     assert all(torch.equal(value, before[name]) for name, value in source.state_dict().items())
@@ -256,13 +257,12 @@ def test_states_come_and_go_as_the_sources(kind: Callable[[], nn.Module]) -> Non
         if value.ndim > 1:
             assert torch.equal(value, before[name].bfloat16())
             assert value.shape == before[name].shape
-    torch.manual_seed(1)
-    other = nn.Sequential(nn.Linear(IN, IN), kind()).eval()
+    other = made(kind, inside, seed=1)
     optimized.load_state_dict(other.state_dict())
     expect_close(optimized(x), other, x, torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         xopt.save(optimized, folder)
-        loaded = xopt.load(folder, nn.Sequential(nn.Linear(IN, IN), kind()).eval())
+        loaded = xopt.load(folder, made(kind, inside))
     assert torch.equal(loaded(x), optimized(x))
     moved = copy.deepcopy(optimized).float()
     expect_close(moved(x), other, x, torch.bfloat16)

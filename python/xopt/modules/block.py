@@ -27,6 +27,7 @@ from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.chain_graph import chain_steps
 from xopt.modules.flow import Flow
 from xopt.modules.gradients import is_transformed
+from xopt.modules.kept_class import as_derived
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 from xopt.modules.substitute import run_substituted
 
@@ -129,7 +130,7 @@ class Programs:
                 raise CannotRecord("there is a hook inside")
             if not all(has_kernels(value.device) for value in signature(args, kwargs)[1] if is_tensor(value)):
                 raise CannotRecord("its inputs are on a device that there are no kernels for")
-            recorder = record(module, forward, args, kwargs)
+            recorder = record(as_derived(module), forward, args, kwargs)
             fused = apply_patterns(recorder, self.config)
             chain_steps(recorder.graph)
             program = Program(module, recorder) if fused else None

@@ -21,7 +21,9 @@ from xopt.graph.autocast import autocast
 from xopt.modules.block import PROGRAMS, Block, Programs, can_be_block, is_small, run, source_forward
 from xopt.modules.containers import map_tensors
 from xopt.modules.flow import device_type
+from xopt.modules.kept_class import keep_class
 from xopt.modules.layout import Layout, image_dims
+from xopt.modules.own_product import OwnProducts
 from xopt.tuning import ModelTuning
 
 
@@ -117,10 +119,13 @@ def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, sour
     for another backend, or because it is a block."""
     if isinstance(module.__dict__.get("forward"), RootForward):
         return
+    if isinstance(module, OwnProducts):
+        keep_class(module, OwnProducts)
     small = can_be_block(module) or (isinstance(module, Block) and is_small(module))
     dims = image_dims(module)
     tuned = config.autotune != "off"
-    if dtype is None and not small and not dims and not tuned and config.backend == "cpu":
+    runs = small or PROGRAMS in module.__dict__
+    if dtype is None and not runs and not dims and not tuned and config.backend == "cpu":
         return
     tuning = ModelTuning(config.autotune) if tuned else None
     module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, tuning, config.backend)
