@@ -61,6 +61,64 @@ class Afterwards(nn.Conv2d):
         return F.conv2d(input, self.weight * 2, self.bias, self.stride, self.padding) + 1
 
 
+class Gained(nn.Conv2d):
+    def forward(self, input: Tensor, gain: float = 1.0) -> Tensor:
+        return F.conv2d(input, self.weight * gain, self.bias, self.stride, self.padding)
+
+
+class Flagged(nn.Conv2d):
+    def forward(self, input: Tensor, normalize: bool = True) -> Tensor:
+        weight = self.weight / self.weight.norm() if normalize else self.weight
+        return F.conv2d(input, weight, self.bias, self.stride, self.padding)
+
+
+class Strided(nn.Conv2d):
+    def forward(self, input: Tensor, stride: Any = None) -> Tensor:
+        return F.conv2d(input, self.weight * 2, self.bias, stride or self.stride, self.padding)
+
+
+class ByBatch(nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean() if input.shape[0] > 1 else self.weight * 2
+        return F.conv2d(input, weight, self.bias, self.stride, self.padding)
+
+
+class Twice(nn.Conv2d):
+    """The first convolution has a weight of another kind."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        first = F.conv2d(input, torch.ones_like(self.weight[:8]), None, 1, self.padding)
+        return F.conv2d(first, self.weight * 2, self.bias, self.stride, self.padding)
+
+
+class WrittenTo(nn.Conv2d):
+    def forward(self, input: Tensor, factor: float = 1.0) -> Tensor:
+        weight = self.weight * 2
+        weight.view(-1).mul_(factor)
+        return F.conv2d(input, weight, self.bias, self.stride, self.padding)
+
+
+class Dropped(nn.Conv2d):
+    """Another weight in each call."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(input, F.dropout(self.weight, 0.5, True), self.bias, self.stride, self.padding)
+
+
+class WithGain(nn.Conv2d):
+    """Its weight depends on two parameters and a buffer."""
+
+    mask: Tensor
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5)
+        self.register_buffer("mask", (torch.rand(self.weight.shape) > 0.5).float())
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(input, self.weight * self.mask * self.gain, self.bias, self.stride, self.padding)
+
+
 class Block(nn.Module):
     def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()
@@ -68,8 +126,8 @@ class Block(nn.Module):
         self.first = kind(8, 16, 3, padding=1, **options)
         self.second = nn.Conv2d(16, 16, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu()).relu()  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.second(self.first(x, *args, **kwargs).relu()).relu()  # type: ignore[no-any-return]
 
 
 def conv_calls(model: nn.Module, x: Tensor) -> int:
@@ -128,6 +186,68 @@ def test_another_forward_is_left_alone(kind: Any) -> None:
     (entry,) = [entry for entry in xopt.report(optimized).entries if entry.path == "first"]
     assert (entry.optimized, entry.detail) == (False, "it has a forward of its own")
     torch.testing.assert_close(optimized(X), source(X))
+
+
+CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    Gained: [((3.0,), {}), ((), {"gain": 2.0}), ((), {"gain": torch.tensor(3.0)})],
+    Flagged: [((False,), {}), ((), {"normalize": False})],
+    Strided: [((2,), {}), ((), {"stride": (1, 2)})],
+    WrittenTo: [((3.0,), {}), ((), {"factor": 2.0})],
+    ByBatch: [],
+    Twice: [],
+    Dropped: [],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a block"])
+@pytest.mark.parametrize("kind", CALLS)
+@torch.no_grad()
+def test_only_the_packed_weight_is_taken_for_it(kind: Any, alone: bool, dtype: torch.dtype) -> None:
+    source = Block(kind).eval()
+    optimized: Any = xopt.optimize(source, dtype=dtype)
+    models = (source.first, optimized.first) if alone else (source, optimized)
+    for args, kwargs in [((), {}), *CALLS[kind], ((), {})]:
+        for x in (X, X[:1], X[:, :, 1:]):
+            results = []
+            for model in models:
+                torch.manual_seed(1)
+                results.append(model(x, *args, **kwargs))
+            assert relative_error(results[1], results[0]) <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@torch.no_grad()
+def test_a_weight_of_another_dtype_than_the_model() -> None:
+    source = Block(Gained).eval()
+    optimized: Any = xopt.optimize(source, dtype=torch.bfloat16, config=xopt.Config(autocast=False))
+    for gain in (1.0, 3.0):
+        for model in (optimized, optimized.first):
+            expected = (source if model is optimized else source.first)(X, gain)
+            assert relative_error(model(X.bfloat16(), gain), expected) <= 2e-2
+
+
+@torch.no_grad()
+def test_a_weight_of_several_parameters() -> None:
+    source = Block(WithGain).eval()
+    optimized: Any = xopt.optimize(source, dtype=torch.float32, sample_input=X)
+    assert fused_in(optimized) == ["conv+relu", "conv+relu"]
+    assert conv_calls(optimized, X) == conv_calls(optimized.first, X) + 1 == 2
+    for name in ("gain", "mask", "bias"):
+        for model in (source, optimized):
+            getattr(model.first, name)[0] = 5.0
+        torch.testing.assert_close(optimized(X), source(X))
+        torch.testing.assert_close(optimized.first(X), source.first(X))
+
+
+@torch.no_grad()
+def test_an_attribute_may_change_what_the_weight_is_made_of() -> None:
+    source = Block(Standardized).eval()
+    optimized: Any = xopt.optimize(source, dtype=torch.float32, sample_input=X)
+    for eps in (0.1, 1.0):
+        for model in (source, optimized):
+            model.first.eps = eps
+        torch.testing.assert_close(optimized(X), source(X))
+        assert fused_in(optimized) == ["conv+relu", "conv+relu"]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from xopt.modules.gradients import wants_gradient
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
 
-_COMPUTED, _HOOK = "_xopt_computed_weight", "_xopt_weight_hook"  # in a module's __dict__
+COMPUTED, _HOOK = "_xopt_computed_weight", "_xopt_weight_hook"  # in a module's __dict__
 
 
 class ComputedWeight:
@@ -41,9 +41,10 @@ class ComputedWeight:
         if state != self._state:
             with torch.no_grad():
                 weight = self.compute(module)
-            usable = has_kernels(weight.device) and weight.dtype in FLOATING
-            dtype = self._target if weight.dtype == self._source else weight.dtype  # somebody has moved the model
-            self._packed = PackedParameter.pack(weight, dtype, **self._layout) if usable else None
+            self._packed = None
+            if weight is not None and has_kernels(weight.device) and weight.dtype in FLOATING:
+                dtype = self._target if weight.dtype == self._source else weight.dtype  # somebody has moved the model
+                self._packed = PackedParameter.pack(weight, dtype, **self._layout)
             self._state = state
         return self._packed
 
@@ -55,12 +56,16 @@ class ComputedWeight:
         """What else it depends on."""
         return []
 
-    def compute(self, module: Any) -> torch.Tensor:
+    def compute(self, module: Any) -> torch.Tensor | None:
+        """None: there is none any more."""
         weight: torch.Tensor = module.weight
         return weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ComputedWeight:
         return type(self)(self._source, self._target, self._layout)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._source, self._target, self._layout)
 
 
 class _OfHook(ComputedWeight):
@@ -127,7 +132,7 @@ def pack_computed(
     with torch.no_grad():
         source: torch.dtype = module.weight.dtype
         computed = (kind if hook is None else _OfHook)(source, dtype or source, layout)
-        module.__dict__[_COMPUTED] = computed
+        module.__dict__[COMPUTED] = computed
         packed = computed.of(module)
     if hook is not None:
         module.__dict__[_HOOK] = hook
@@ -140,11 +145,14 @@ def pack_computed(
 
 def compute_weight(module: Any) -> torch.Tensor:
     """In its plain layout, with gradients of what it is made of."""
-    computed: ComputedWeight = module.__dict__[_COMPUTED]
-    return computed.compute(module)
+    computed: ComputedWeight = module.__dict__[COMPUTED]
+    weight = computed.compute(module)
+    if weight is None:
+        raise RuntimeError(f"xopt: the forward of a {type(module).__name__} no longer computes its weight")
+    return weight
 
 
 def weight_of(module: Any) -> Any:
     """The parameter that holds a module's weight, be it packed or plain; None: there is none."""
-    computed = module.__dict__.get(_COMPUTED)
+    computed = module.__dict__.get(COMPUTED)
     return module._parameters.get("weight") if computed is None else computed.of(module)

@@ -157,9 +157,12 @@ def transposed_matrix(node: Any) -> Any:
     return node.args[0] if is_call(node, "transpose", torch.transpose) and permutation(node) == exchanged else None
 
 
+TO_DTYPES = ("float", "bfloat16", "half", "double", "type_as", "to", "type")
+
+
 def is_cast(node: Any) -> bool:
     """Only a change of dtype, whatever way it is written."""
-    if is_call(node, "float", "bfloat16", "half", "double", "type_as", "to", "type"):
+    if is_call(node, *TO_DTYPES):
         source = node.args[0]
         return dtype_of(node) is not None and isinstance(source, Node) and shape_of(source) == shape_of(node)
     return False

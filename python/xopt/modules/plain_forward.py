@@ -64,28 +64,32 @@ def is_still(module: nn.Module, name: str, value: Any) -> bool:
     return now is value or (type(value) in _SIMPLE and type(now) is type(value) and now == value)
 
 
-def recorded_result(module: Any, *sizes: int) -> Any:
+def recorded_result(module: Any, *sizes: int, kind: Any = None) -> Any:
     """What the record of a forward returns for a single tensor that ends in these sizes; None: it cannot be
-    recorded."""
+    recorded. `kind`: the class whose forward it is; None: the module's."""
     try:
-        graph = _recorded(module, sizes)
+        graph = _recorded(module, kind or type(module), sizes)
     except Exception:  # whatever a forward does when it meets a symbol: then it is another one
         return None
     return next(node for node in graph.nodes if node.op == "output").args[0]
 
 
-def _recorded(module: Any, sizes: tuple[int, ...]) -> Graph:
-    """Of a stand-in whose parameters have no values, so that nothing is computed."""
-    kind: Any = derive(TensorBlock, type(module))
-    stand_in = kind.__new__(kind)
-    parameters = {
-        name: None if value is None else nn.Parameter(value.detach().to("meta"), requires_grad=False)
-        for name, value in module._parameters.items()
-    }
-    stand_in.__dict__.update(module.__dict__, _parameters=parameters)
-    input = torch.empty(1, *((1,) if len(sizes) == 1 else ()), *sizes, dtype=module.weight.dtype, device="meta")
+def _recorded(module: Any, kind: Any, sizes: tuple[int, ...]) -> Graph:
+    """Of a stand-in whose parameters and buffers have no values, so that nothing is computed."""
+    derived: Any = derive(TensorBlock, kind)
+    stand_in = derived.__new__(derived)
+    shape = (1, *((1,) if len(sizes) == 1 else ()), *sizes)
+    with torch._C.DisableTorchFunction():  # the module may be part of a block that is being recorded
+        parameters = {
+            name: None if value is None else nn.Parameter(value.detach().to("meta"), requires_grad=False)
+            for name, value in module._parameters.items()
+        }
+        held = module._buffers.items()
+        buffers = {name: None if value is None else value.detach().to("meta") for name, value in held}
+        input = torch.empty(shape, dtype=module._parameters["weight"].dtype, device="meta")
+    stand_in.__dict__.update(module.__dict__, _parameters=parameters, _buffers=buffers)
     with torch.no_grad():
-        return record(stand_in, type(module).forward, (input,), {}).graph
+        return record(stand_in, kind.forward, (input,), {}).graph
 
 
 def is_product(result: Any, with_bias: bool) -> bool:
