@@ -15,7 +15,8 @@ import torch
 from xopt.graph.autocast import autocast_dtype_of
 
 _CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+TENSORS: set[type] = {torch.Tensor, torch.nn.Parameter}
+"""Whose memory is plain. Modules add to it."""
 # By class: what of an object a recorded graph takes for granted, hashable. Integrations fill it.
 opaque_states: dict[type, Callable[[Any], Any]] = {}
 
@@ -34,7 +35,7 @@ def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, li
 
 def _flatten(value: Any, key: list[Any], values: list[Any]) -> None:
     kind = type(value)
-    if kind in _TENSORS:
+    if kind in TENSORS:
         key.append((value.dtype, value.ndim, value.layout, value.is_cpu))
         values.append(value)
     elif kind in _CONSTANTS:
@@ -65,4 +66,4 @@ def fill(value: Any, values: list[Any]) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    return type(value) in _TENSORS
+    return type(value) in TENSORS

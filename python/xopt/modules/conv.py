@@ -24,7 +24,8 @@ from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.computed_weight import before_class, is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
-from xopt.modules.packed_parameter import PackedParameter, Taps
+from xopt.modules.packed_layout import Taps
+from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import finished, fused_arguments, is_for_torch, label, plain_parameters, product_problem, told

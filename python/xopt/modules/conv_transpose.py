@@ -20,7 +20,8 @@ from xopt.modules.base import Context, Replacement, derive, own_forward, result_
 from xopt.modules.computed_weight import before_class, weight_of
 from xopt.modules.conv import keeps_channels_last, pack_convolution
 from xopt.modules.folded_norm import folded
-from xopt.modules.packed_parameter import PackedParameter, Taps
+from xopt.modules.packed_layout import Taps
+from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import finished, is_for_torch, label, plain_parameters, product_problem, told

@@ -26,7 +26,8 @@ from xopt.modules.base import (
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.computed_weight import before_class, is_computed, pack_computed, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
-from xopt.modules.packed_parameter import Columns, PackedParameter, Place, place_of
+from xopt.modules.packed_layout import Columns, Place
+from xopt.modules.packed_parameter import PackedParameter, place_of
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.plain_forward import says_the_same

@@ -7,68 +7,42 @@ that is given one works on the unpacked values. Operators that write to it pack 
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from xopt.modules.wide_taps import Wide, narrowed, widened
+from xopt.graph.record import active
+from xopt.modules.packed_layout import (
+    Columns,
+    Place,
+    Taps,
+    as_matrix,
+    block_rows,
+    from_blocks,
+    pack_values,
+    rows_of,
+    whole_panels,
+)
+from xopt.modules.packed_view import PackedView
+from xopt.modules.wide_taps import narrowed
 
 Tensor = torch.Tensor
 
 
-class Taps(NamedTuple):
-    """What the packed form of a transposed convolution's weight depends on."""
+class _Source(NamedTuple):
+    """What a parameter is a view of, and shares its packed memory with."""
 
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    wide: Wide | None
-
-    def packed_geometry(self) -> dict[str, tuple[int, ...]]:
-        """Stride and dilation that the operator is told."""
-        if self.wide is None:
-            return {"stride": self.stride, "dilation": self.dilation}
-        return {"stride": (*self.stride[:-1], 1), "dilation": (*self.dilation[:-1], 1)}
-
-    def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        if self.wide is None:
-            return tuple(shape)
-        return (shape[0], shape[1] * self.wide.stride, *shape[2:-1], self.wide.wide_kernel)
-
-
-class Place(NamedTuple):
-    """Where a weight lies. One value, so that a thread that uses it never sees half of a move."""
-
-    packed: Tensor
-    """What `torch.ops.xopt.linear` or `conv` takes. It may hold several weights of linear layers, packed as one."""
-    features: int
-    """The output features in it: those of all its weights, or of one of a gated pair."""
-    first_column: int = 0
-    """Where this weight begins in it."""
-    in_pair: int | None = None
-    """Which of the two weights of a gated pair it is, for `torch.ops.xopt.linear_gated`; None: no such pair."""
-    gate_half: int | None = None
-    """Which half of this weight's rows is the gate, where its halves are a gated pair; None: they are none."""
-    groups: int | None = None
-    """The groups of a convolution, whose weight it is; None: a linear layer's."""
-    gates: int | None = None
-    """The gates of a recurrent layer, whose rows `torch.ops.xopt.recurrent` wants by blocks of units; None: plain."""
-    taps: Taps | None = None
-    """Of a transposed convolution, whose weight it is; None: of something else."""
-    split: int = 0
-    """Of a weight of three dimensions that is one matrix, how many of them are its first (a projection onto [head,
-    depth] has one); 0: none is."""
-
-
-class Columns(NamedTuple):
-    first: int
-    features: int
-    computed: int
-    """How many a product has: whole panels, where others come after them."""
+    parameter: Callable[[], PackedParameter | None]
+    """None: nobody else has it any more."""
+    part: Callable[[Tensor], Tensor]
+    """Of the source's values, this one's."""
+    place: Callable[[Place], Place]
 
 
 class PackedParameter(nn.Parameter):
@@ -78,6 +52,9 @@ class PackedParameter(nn.Parameter):
     successor: nn.Parameter | None
     """What took its place when its module moved to another dtype or device; modules that shared it find it here."""
     _unpacked: weakref.ref[Tensor] | None
+    _viewed: weakref.ref[Tensor] | None
+    """The values that views were handed out of, which follow all changes."""
+    _source: _Source | None
     _matrices: dict[int, PackedParameter]
     """Of a stack, those that somebody asked for."""
 
@@ -91,6 +68,8 @@ class PackedParameter(nn.Parameter):
         parameter.transposed = transposed
         parameter.successor = None
         parameter._unpacked = None
+        parameter._viewed = None
+        parameter._source = None
         parameter._matrices = {}
         return parameter
 
@@ -134,12 +113,12 @@ class PackedParameter(nn.Parameter):
             stride = self.stride_in_stack
             return Columns(range(len(self))[index] * stride, self.shape[2 if self.transposed else 1], stride)
         place, own = self.place, self.out_features
-        return Columns(place.first_column, own, own if place.features == own else _whole_panels(own))
+        return Columns(place.first_column, own, own if place.features == own else whole_panels(own))
 
     @property
     def stride_in_stack(self) -> int:
         """Where the second matrix of a stack begins: each does so where a panel does."""
-        return _whole_panels(self.shape[2 if self.transposed else 1])
+        return whole_panels(self.shape[2 if self.transposed else 1])
 
     @classmethod
     def pack(
@@ -153,10 +132,10 @@ class PackedParameter(nn.Parameter):
         taps: Taps | None = None,
         split: int = 0,
     ) -> PackedParameter:
-        rows = rows_of(_as_matrix(weight, split), transposed)
+        rows = rows_of(as_matrix(weight, split), transposed)
         is_stack = rows.ndim == 3 and groups is None and taps is None
-        features = len(rows) * _whole_panels(rows.shape[1]) if is_stack else len(rows)
-        packed = _pack(rows, dtype, groups, gates, taps)
+        features = len(rows) * whole_panels(rows.shape[1]) if is_stack else len(rows)
+        packed = pack_values(rows, dtype, groups, gates, taps)
         place = Place(packed, features, groups=groups, gates=gates, taps=taps, split=split)
         return cls(place, weight.shape, dtype, transposed)
 
@@ -170,6 +149,7 @@ class PackedParameter(nn.Parameter):
         return alive
 
     def _unpack(self) -> Tensor:
+        self._follow()
         values = self._unpack_rows()
         values = values.transpose(-2, -1).contiguous() if self.transposed else values
         return values.reshape(self.shape) if self.place.split else values
@@ -186,8 +166,8 @@ class PackedParameter(nn.Parameter):
                 return torch.ops.xopt.conv_unpack(packed, self.shape, groups, self.dtype)  # type: ignore[no-any-return]
             rows, columns = self.out_features, self.in_features
             if gates is not None:
-                blocks = torch.ops.xopt.linear_unpack(packed, _block_rows(rows, gates), columns, self.dtype)
-                return _from_blocks(blocks, gates, rows)
+                blocks = torch.ops.xopt.linear_unpack(packed, block_rows(rows, gates), columns, self.dtype)
+                return from_blocks(blocks, gates, rows)
             if gate_half is not None:
                 halves = torch.ops.xopt.linear_unpack_gated(packed, rows // 2, columns, self.dtype)
                 return torch.cat(halves if gate_half == 0 else halves[::-1])
@@ -212,43 +192,131 @@ class PackedParameter(nn.Parameter):
         place = self.place
         if place.packed.is_cpu or not self.is_packed_alone:
             return place.packed.clone()
-        return _pack(self._unpack_rows(), self.dtype, place.groups, place.gates, place.taps)
+        return pack_values(self._unpack_rows(), self.dtype, place.groups, place.gates, place.taps)
 
     def assign(self, weight: Tensor) -> None:
         """Takes over the values of a logical weight, in place: whoever shares this parameter sees them too."""
+        if weight.shape != self.shape:
+            raise RuntimeError(
+                f"xopt: a packed parameter keeps its shape {tuple(self.shape)}, got {tuple(weight.shape)}"
+            )
+        source = self._is_part_of()
+        if source is None:
+            self._pack_again(weight.detach())
+        else:
+            parameter, part_of, _ = source
+            root, values, part = parameter._values_to_write()
+            _copy_into(part_of(part), weight)
+            root.assign(values)
+            self._follow()
+        self._unpacked = None
+        self._matrices.clear()
+        viewed = None if self._viewed is None else self._viewed()
+        if viewed is not None and viewed is not weight:
+            _copy_into(viewed, weight)
+
+    def _pack_again(self, weight: Tensor) -> None:
         place = self.place
-        rows = rows_of(_as_matrix(weight, place.split), self.transposed)
+        rows = rows_of(as_matrix(weight, place.split), self.transposed)
         with torch.inference_mode(self.is_inference()):  # or it could be changed in place only there
-            packed = _pack(rows, self.dtype, place.groups, place.gates, place.taps)
+            packed = pack_values(rows, self.dtype, place.groups, place.gates, place.taps)
         if self.is_packed_alone:
             self.packed.copy_(packed)
             if not self.packed.is_inference():  # a dispatched operator's own writing is not counted
                 torch.autograd.graph.increment_version(self.packed)
         else:  # the others in there keep their values; a fused step that wants them together packs them again
             self.place = Place(packed, self.out_features, split=place.split)
-        self._unpacked = None
-        self._matrices.clear()
+
+    def _is_part_of(self) -> tuple[PackedParameter, Callable[[Tensor], Tensor], Callable[[Place], Place]] | None:
+        """Its source, and the rest of `_Source`."""
+        parameter = None if self._source is None else self._source.parameter()
+        return None if self._source is None or parameter is None else (parameter, *self._source[1:])
+
+    def _follow(self) -> None:
+        """Its source may have been packed somewhere else."""
+        source = self._is_part_of()
+        if source is not None:
+            parameter, _, place_of_part = source
+            parameter._follow()
+            self.place = place_of_part(parameter.place)
+
+    def _values_to_write(self) -> tuple[PackedParameter, Tensor, Tensor]:
+        """A parameter, all its values, and those of this one among them. Once they are written to, that parameter is to
+        be assigned its values."""
+        source = self._is_part_of()
+        if source is not None and source[0].transposed == self.transposed:
+            root, all_values, part = source[0]._values_to_write()
+            return root, all_values, source[1](part)
+        values = None if self._viewed is None else self._viewed()
+        if values is None:
+            with torch.inference_mode(self.is_inference()):
+                values = self._unpack()
+            self._viewed = weakref.ref(values)
+        return self, values, values
+
+    def _shared(
+        self,
+        shape: Sequence[int],
+        transposed: bool,
+        part: Callable[[Tensor], Tensor],
+        place: Callable[[Place], Place] = lambda place: place,
+        *,
+        weakly: bool = False,
+    ) -> PackedParameter:
+        """A parameter out of the same memory. `weakly`: this one holds it."""
+        with torch.inference_mode(self.is_inference()):  # torch lets both count their changes together
+            shared = PackedParameter(place(self.place), shape, self.dtype, transposed)
+        shared._source = _Source(weakref.ref(self) if weakly else lambda: self, part, place)
+        return shared
 
     def turned(self) -> PackedParameter:
         """This matrix, or those of this stack, with rows and columns exchanged, out of the same memory."""
         *stack, rows, columns = self.shape
-        with torch.inference_mode(self.is_inference()):
-            return PackedParameter(self.place, (*stack, columns, rows), self.dtype, not self.transposed)
+        return self._shared((*stack, columns, rows), not self.transposed, lambda values: values.mT)
 
-    def matrix(self, index: int) -> PackedParameter:
+    def matrix(self, index: int, *, weakly: bool = False) -> PackedParameter:
         """One of a stack's, out of the same memory."""
         columns = self.columns(index)
         assert columns is not None, "one of a stack was asked of a matrix"
-        place = self.place._replace(first_column=columns.first)
-        with torch.inference_mode(self.is_inference()):  # torch lets both count their changes together
-            return PackedParameter(place, self.shape[1:], self.dtype, self.transposed)
+        first = columns.first
+        return self._shared(
+            self.shape[1:],
+            self.transposed,
+            lambda values: values[index],
+            lambda place: place._replace(first_column=first),
+            weakly=weakly,
+        )
 
     def kept_matrix(self, index: int) -> PackedParameter:
         """The same one each time: to make it takes as long as a small product."""
         found = self._matrices.get(index)
         if found is None or found.packed is not self.packed:
-            found = self._matrices[index] = self.matrix(index)
+            found = self._matrices[index] = self.matrix(index, weakly=self._source is None)
         return found
+
+    # An index is several steps of torch's own, of which the first alone comes to `__torch_dispatch__`.
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) if self._is_for_torch(index) else torch.ops.aten.alias(self)[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self._is_for_torch(index):
+            super().__setitem__(index, value)
+        else:
+            torch.ops.aten.alias(self)[index] = value
+
+    def _is_for_torch(self, index: Any) -> bool:
+        is_matrix = type(index) is int and self.is_stack
+        return is_matrix or torch.compiler.is_compiling() or active.recorder is not None
+
+    @property
+    def data(self) -> Any:
+        return super().data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        """Nobody can put other memory into it, so it takes the values."""
+        self.assign(values.unpack() if type(values) is PackedParameter else values)
 
     # ---- What torch asks of a tensor that wraps others ---------------------------------------------------------------
 
@@ -267,12 +335,13 @@ class PackedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             source = args[0]
-            with torch.inference_mode(source.is_inference()):  # torch lets both count their changes together
-                return cls(source.place, source.shape, source.dtype, source.transposed)
+            return source._shared(source.shape, source.transposed, lambda values: values)
         if not func._schema.is_mutable:
             view = _view(func, *args) if func in _VIEWS and not kwargs else None
             if view is not None:
                 return view
+            if _gives_views(func) and type(args[0]) is cls:
+                return _written_view(func, args, kwargs)
             args, kwargs = tree_map_only(cls, lambda parameter: parameter.unpack(), (args, kwargs))
             return func(*args, **kwargs)
         # A private copy, so that nobody who holds the shared one sees it change before the values are packed.
@@ -319,6 +388,26 @@ def _view(func: Any, of: PackedParameter, *numbers: int) -> PackedParameter | No
     return of.turned() if exchanged and not of.place.split else None
 
 
+@functools.cache
+def _gives_views(func: Any) -> bool:
+    return any(result.alias_info is not None for result in func._schema.returns)
+
+
+def _written_view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Plain memory, of which a parameter is packed again when it is written to."""
+    source = args[0]
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return func(source.unpack(), *args[1:], **kwargs)
+    root, values, part = source._values_to_write()
+    with torch.inference_mode(source.is_inference()):  # torch lets a view count its changes with what it is of
+        return PackedView.of(root, values, func(part, *args[1:], **kwargs))
+
+
+def _copy_into(values: Tensor, weight: Tensor) -> None:
+    with torch.no_grad(), torch.inference_mode(values.is_inference()):
+        values.copy_(weight)
+
+
 def place_of(weight: Any) -> Place | None:
     """Where `torch.ops.xopt.linear` finds a weight; None: it is not packed, or not for that operator."""
     if type(weight) is not PackedParameter:
@@ -326,57 +415,3 @@ def place_of(weight: Any) -> Place | None:
     place = weight.place
     others = (place.in_pair, place.gate_half, place.groups, place.gates, place.taps)
     return place if all(each is None for each in others) else None
-
-
-def _pack(weight: Tensor, dtype: torch.dtype, groups: int | None, gates: int | None, taps: Taps | None) -> Tensor:
-    with torch.no_grad():
-        if taps is not None:
-            values = weight.detach() if taps.wide is None else widened(weight.detach(), taps.wide)
-            pack = torch.ops.xopt.conv_transpose_pack
-            return pack(values, groups, **taps.packed_geometry(), dtype=dtype)  # type: ignore[no-any-return]
-        if groups is not None:
-            return torch.ops.xopt.conv_pack(weight.detach(), groups, dtype=dtype)  # type: ignore[no-any-return]
-        rows = weight.detach() if gates is None else _in_blocks(weight.detach(), gates)
-        rows = _one_below_another(rows) if rows.ndim == 3 else rows
-        return torch.ops.xopt.linear_pack(rows, dtype=dtype)  # type: ignore[no-any-return]
-
-
-def _whole_panels(rows: int) -> int:
-    return -(-rows // PANEL) * PANEL
-
-
-def _one_below_another(stack: Tensor) -> Tensor:
-    missing = _whole_panels(stack.shape[1]) - stack.shape[1]
-    return torch.nn.functional.pad(stack, (0, 0, 0, missing)).flatten(0, 1) if missing else stack.flatten(0, 1)
-
-
-# ---- The weights of a recurrent layer: rows [gate, unit] packed as [block of 32 units, gate, unit of the block] ------
-
-
-def _block_rows(rows: int, gates: int) -> int:
-    return gates * _whole_panels(rows // gates)
-
-
-def _in_blocks(weight: Tensor, gates: int) -> Tensor:
-    rows, columns = weight.shape
-    padded = weight.new_zeros((gates, _block_rows(rows, gates) // gates, columns))
-    padded[:, : rows // gates] = weight.reshape(gates, rows // gates, columns)
-    return padded.reshape(gates, -1, PANEL, columns).transpose(0, 1).reshape(-1, columns)
-
-
-def _from_blocks(blocks: Tensor, gates: int, rows: int) -> Tensor:
-    columns = blocks.shape[1]
-    by_gate = blocks.reshape(-1, gates, PANEL, columns).transpose(0, 1).reshape(gates, -1, columns)
-    return by_gate[:, : rows // gates].reshape(rows, columns)
-
-
-def _as_matrix(weight: Tensor, split: int) -> Tensor:
-    return weight.reshape(math.prod(weight.shape[:split]), -1) if split else weight
-
-
-def rows_of(weight: Tensor, transposed: bool) -> Tensor:
-    """A logical weight as [out, in], or [matrix, out, in]."""
-    return weight.transpose(-2, -1) if transposed else weight
-
-
-PANEL = 32

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from xopt import machine
-from xopt.modules.packed_parameter import PANEL, PackedParameter, Place, rows_of
+from xopt.modules.packed_layout import PANEL, Place, rows_of
+from xopt.modules.packed_parameter import PackedParameter
 
 Tensor = torch.Tensor
 

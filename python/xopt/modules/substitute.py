@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from xopt.config import Config
 from xopt.graph.autocast import CASTS, widens
 from xopt.graph.record import active
+from xopt.graph.signature import TENSORS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,7 +46,7 @@ def in_place_of(*functions: Any, switch: str | None) -> Callable[[Function], Fun
 def are_plain(*tensors: Any) -> bool:
     """Whether xopt's operators may be given them: not what torch or others derive from tensors (distributed, fake), and
     no nested ones. None is no tensor, and may stand for one."""
-    return all(each is None or (type(each) in (torch.Tensor, nn.Parameter) and not each.is_nested) for each in tensors)
+    return all(each is None or (type(each) in TENSORS and not each.is_nested) for each in tensors)
 
 
 _CASTS = frozenset(getattr(torch.Tensor, name) for name in CASTS)
