@@ -181,7 +181,29 @@ class SizeAmongOthers(Mlp):
         return super().forward(x) * (2 if x.shape[1] in (3, 8) else 1) + (x.shape[0] == x.shape[1])
 
 
-@pytest.mark.parametrize("kind", [BranchOnSize, SizeAsNumber, SizeAsTruth, SizeAmongOthers])
+class PartsByRow(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unbind(1)
+        return torch.stack([Mlp.forward(self, row) for row in rows], 1) * len(rows)
+
+
+class PartsBySize(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([Mlp.forward(self, part) for part in torch.split(x, 2, 1)], 1)
+
+
+class PartsByNumber(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat(x.chunk(4, dim=1)[::-1], 1))
+
+
+SIZED = [
+    *(BranchOnSize, SizeAsNumber, SizeAsTruth, SizeAmongOthers),
+    *(PartsByRow, PartsBySize, PartsByNumber),
+]
+
+
+@pytest.mark.parametrize("kind", SIZED)
 def test_a_forward_that_looks_at_sizes_has_a_program_for_each_way(kind: type[nn.Module]) -> None:
     source = nn.Sequential(kind()).eval()
     optimized = xopt.optimize(source, dtype=torch.float32)

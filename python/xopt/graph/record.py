@@ -21,6 +21,8 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from xopt.graph.autocast import CASTS, is_own, widens
+from xopt.graph.parts import EXAMPLE as EXAMPLE
+from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.signature import fill, is_tensor, signature
 from xopt.graph.state import State, collector_paused, left_behind
 from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, named_results, opaque_reads, settings
@@ -47,7 +49,6 @@ def with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
 
 
 EFFECT = "effect"  # in the meta of a node that has to stay even where nobody uses its result
-EXAMPLE = "example"  # in a node's meta: its value in the recorded call, and of a tensor only a description
 KIND = "kind"  # in that of a parameter or buffer: its class
 
 
@@ -79,12 +80,8 @@ _BLANK = frozenset(
 
 def is_fresh(target: Any) -> bool:
     """Whether a step of this function or method gives a tensor that nothing else refers to."""
-    name = _name(target)
+    name = name_of(target)
     return name in _FRESH or name in _BLANK
-
-
-def _name(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 _TRANSPOSING: dict[Any, str] = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT")}
@@ -151,7 +148,7 @@ class Recorder:
         self._written: list[tuple[Node, Node]] = []
         self.watched: list[tuple[Any, str, Any]] = []
         self._random_state = torch.get_rng_state()
-        self._expected: dict[tuple[Any, Any, Any], Any] = {}
+        self._expected: set[tuple[Any, Any, Any]] = set()
         self.has_effects = False
         self.kept: dict[Any, Any] = {}
         """For rules of objects that are no tensors: what they know of one during this recording."""
@@ -221,7 +218,7 @@ class Recorder:
 
     def write_part(self, target: Symbol, key: Any, value: Any) -> None:
         """`target[key] = value` of a blank tensor, recorded as a step."""
-        if not isinstance(target._example, torch.Tensor) or _name(target._node.target) not in _BLANK:
+        if not isinstance(target._example, torch.Tensor) or name_of(target._node.target) not in _BLANK:
             raise CannotRecord("it writes to a part of a tensor that others may see")
         result = self.call(with_part, target, key, value)
         self._written.append((target._node, result._node))
@@ -236,6 +233,8 @@ class Recorder:
     def record(self, op: str, target: Any, args: Any, kwargs: Any, example: Any) -> Any:
         node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
         node.meta[EXAMPLE] = _described(example)
+        if type(example) in (tuple, list) and length_follows_sizes(node):
+            self._expect(has_length, (node, len(example)), True)
         return self._wrap(node, example)
 
     def effect(self, op: str, target: Any, args: Any, kwargs: Any, example: Any = None) -> Any:
@@ -257,14 +256,16 @@ class Recorder:
         outcome = function(*self.examples((left, right)))
         if not isinstance(outcome, bool):
             raise CannotRecord(f"it compares a size with a {type(right).__name__}")
-        nodes = self._nodes((left, right))
+        self._expect(function, self._nodes((left, right)), outcome)
+        return outcome
+
+    def _expect(self, function: Any, nodes: tuple[Any, Any], outcome: bool) -> None:
         key = (function, *(node if isinstance(node, Node) else repr(node) for node in nodes))
         if key not in self._expected:
             if self.has_effects:  # a call that turned out to be another one could not be begun again
                 raise CannotRecord("it depends on a size after it has changed an object")
             self.graph.call_function(expect, (function, *nodes, outcome))
-            self._expected[key] = outcome
-        return outcome
+            self._expected.add(key)
 
     def watch(self, holder: Any, name: str) -> None:
         """What is recorded holds as long as this attribute keeps its value."""
