@@ -25,6 +25,7 @@ _SIMPLE = (type(None), bool, int, str, type(Ellipsis))
 class Program:
     def __init__(self, root: nn.Module, recorder: Recorder) -> None:
         self._guard = Guard(root, recorder.watched)
+        self.has_effects = recorder.has_effects
         self._run = generate(recorder.graph, self._guard.index)
 
     def __call__(self, root: nn.Module, values: list[Any]) -> Any:

@@ -10,9 +10,8 @@ keeps its own forward.
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,18 @@ from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.signature import fill, is_tensor, signature
 from xopt.graph.state import State, collector_paused, left_behind
-from xopt.graph.symbol import CannotRecord, Symbol, is_symbolic, isinstance_watch, named_results, opaque_reads, settings
+from xopt.graph.symbol import (
+    CannotRecord,
+    Symbol,
+    is_symbolic,
+    isinstance_watch,
+    named_results,
+    opaque_reads,
+    settings,
+    without_writing,
+    writes,
+)
+from xopt.graph.symbol import active as active
 
 
 class OtherSizes(Exception):
@@ -114,19 +124,10 @@ class _WeightsToo(TorchFunctionMode):
             if function is torch.Tensor.__getitem__:  # a part of a buffer, which sizes tell
                 return recorder.call(operator.getitem, *args)
             return function(*args, **kwargs)
-        if name.endswith("_") and not name.endswith("__"):
+        if writes(name):
             raise CannotRecord("it changes a parameter in place")
         result = function(*args, **kwargs)
         return recorder.call(function, *args, **kwargs) if isinstance(result, torch.Tensor) else result
-
-
-class _Active(threading.local):
-    """The recording that runs in this thread."""
-
-    recorder: Recorder | None = None
-
-
-active = _Active()
 
 
 def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +151,8 @@ class Recorder:
         self._random_state = torch.get_rng_state()
         self._expected: set[tuple[Any, Any, Any]] = set()
         self.has_effects = False
+        self.refusal: str | None = None
+        """Why this is no recording, which the forward may have caught."""
         self.kept: dict[Any, Any] = {}
         """For rules of objects that are no tensors: what they know of one during this recording."""
         self.symbols: list[weakref.ref[Symbol]] = []
@@ -164,14 +167,35 @@ class Recorder:
             return args[0]
         if kwargs.get("inplace") is True:
             return self.in_place(function, *args, **{**kwargs, "inplace": False})
+        if kwargs.get("out") is not None:
+            raise CannotRecord("it has a result written to a tensor of its own")
+        name = getattr(function, "__name__", "")
+        if writes(name):
+            return self.in_place(without_writing(name), *args, **kwargs)
         if function in in_floats and is_own() and self._was_widened(args[0] if args else None):
             function = in_floats[function]
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            example = function(*self.examples(args), **self.examples(kwargs))
-        name = getattr(function, "__name__", "")
+        try:
+            example = self.evaluate(function, args, kwargs)
+        except Exception as problem:  # which the forward may catch: other calls need not raise
+            self.refuse(f"{type(problem).__name__}: {problem}")
+            raise
         if getattr(torch.Tensor, name, None) is function:  # also where a parameter stands left of the operator
             return self.record("call_method", name, args, kwargs, example)
         return self.record("call_function", function, args, kwargs, example)
+
+    def evaluate(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives in the recorded call."""
+        args, kwargs = self.examples(args), self.examples(kwargs)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            before = [(tensor, tensor._version) for tensor in _tensors_in((args, kwargs)) if not tensor.is_inference()]
+            example = function(*args, **kwargs)
+            if any(tensor._version != version for tensor, version in before):
+                raise CannotRecord("it changes a tensor in place")
+        return example
+
+    def refuse(self, problem: str) -> None:
+        """Whatever the forward makes of it, this ends in no graph."""
+        self.refusal = self.refusal or problem
 
     def _was_widened(self, value: Any) -> bool:
         """Whether the forward itself asked for this in fp32."""
@@ -204,7 +228,7 @@ class Recorder:
             active.recorder = self
         return self.record("call_function", call_plainly, (module, *args), kwargs, example)
 
-    def in_place(self, function: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def in_place(self, function: Any, target: Any = None, *args: Any, **kwargs: Any) -> Any:
         """An operation in place, recorded as one that makes a new tensor. Right only where the old one is fresh and
         not seen otherwise, which `finish` looks at. The symbol stands for the new one from then on."""
         if function is None or type(target) is not Symbol or not isinstance(target._example, torch.Tensor):
@@ -220,7 +244,10 @@ class Recorder:
         """`target[key] = value` of a blank tensor, recorded as a step."""
         if not isinstance(target._example, torch.Tensor) or name_of(target._node.target) not in _BLANK:
             raise CannotRecord("it writes to a part of a tensor that others may see")
-        result = self.call(with_part, target, key, value)
+        given = (target, key, value)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            example = with_part(*self.examples(given))
+        result = self.record("call_function", with_part, given, {}, example)
         self._written.append((target._node, result._node))
         target._node = result._node
 
@@ -388,6 +415,14 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (tuple, list, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from _tensors_in(item)
+
+
 def _described(example: Any) -> Any:
     """Of a tensor only what it looks like: a graph must not keep the recorded call's memory."""
     return Described(example.dtype, tuple(example.shape)) if isinstance(example, torch.Tensor) else example
@@ -418,6 +453,8 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         active.recorder = outer
         settles = state.differs_in_numbers_alone()
         changed = state.restore()
+    if recorder.refusal is not None:
+        raise CannotRecord(recorder.refusal)
     if changed is not None:
         raise (ChangesItself if settles else CannotRecord)(f"{changed} in its forward")
     recorder.watch_settings()

@@ -23,8 +23,23 @@ if TYPE_CHECKING:
     from xopt.graph.record import Recorder
 
 
+class _Active(threading.local):
+    """The recording that runs in this thread."""
+
+    recorder: Recorder | None = None
+
+
+active = _Active()
+
+
 class CannotRecord(Exception):
-    """This forward is no fixed sequence of operations; the message says where."""
+    """This forward is no fixed sequence of operations; the message says where. A recording remembers that, since a
+    forward may catch it, and go a way that it does not go with tensors."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        if active.recorder is not None:
+            active.recorder.refuse(message)
 
 
 # What an object that is no tensor may be asked during a recording: by class and method, a function that tells what the
@@ -131,8 +146,18 @@ class Symbol:
         if name in ("T", "mT"):
             return self.transpose(-2, -1) if name == "mT" or example.ndim == 2 else self._refuse(name)
         if name.startswith("_") or not callable(getattr(torch.Tensor, name, None)):
-            raise AttributeError(f"a recorded tensor has no attribute {name!r}")
+            return self._missing(name)
         return _Method(self, name, None)
+
+    def _missing(self, name: str) -> Any:
+        """An attribute that only a tensor itself could tell, or that it has not: forwards ask by hasattr. What comes
+        from outside may have attributes that somebody has set."""
+        if name == "_is_param":  # by which Python tells parameters of other classes
+            return False
+        is_dunder = name.startswith("__") and name.endswith("__")
+        if hasattr(torch.Tensor, name) or (self._node.op in ("placeholder", "get_attr") and not is_dunder):
+            self._refuse(name)
+        raise AttributeError(f"a recorded tensor has no attribute {name!r}")
 
     def size(self, dim: int | None = None) -> Any:
         if dim is None:
@@ -159,13 +184,13 @@ class Symbol:
     def __bool__(self) -> bool:
         if isinstance(self._example, torch.Tensor):
             self._refuse("a branch")
-        if type(self._example) in (int, float):
+        if _is_number(self):
             return bool(self._recorder.expect(operator.ne, self, 0))
         return self.__getattr__("__bool__")()  # type: ignore[no-any-return]
 
     def _number(self) -> Any:
         """A size as a plain number, which it then has to be in other calls too."""
-        if type(self._example) not in (int, float):
+        if not _is_number(self):
             self._refuse("a number")
         return self._recorder.expect(operator.eq, self, self._example) and self._example
 
@@ -190,6 +215,10 @@ class Symbol:
         return part
 
 
+def _is_number(symbol: Symbol) -> bool:
+    return type(symbol._example) in (int, float)
+
+
 def _add_operators() -> None:
     """The methods of `Symbol` that differ in name only."""
 
@@ -207,7 +236,7 @@ def _add_operators() -> None:
 
     def comparison(function: Any) -> Any:
         def compare(self: Symbol, other: Any) -> Any:
-            if type(self._example) in (int, float):
+            if _is_number(self):
                 return self._recorder.expect(function, self, other)
             if not isinstance(self._example, torch.Tensor):
                 return self._refuse("a comparison")
@@ -216,7 +245,11 @@ def _add_operators() -> None:
         return compare
 
     def in_place(function: Any) -> Any:
-        return lambda self, other: self._recorder.in_place(function, self, other)
+        def change(self: Symbol, other: Any) -> Any:
+            recorder = self._recorder
+            return (recorder.call if _is_number(self) else recorder.in_place)(function, self, other)
+
+        return change
 
     for name in ("__contains__", "item", "tolist", "numpy", "stride"):
         setattr(Symbol, name, refusing(name))
@@ -253,20 +286,32 @@ class _Method:
             return recorder.effect("call_method", name, (symbol, *args), kwargs, example)
         if name == "copy_":
             return recorder.copy_into(symbol, *args, **kwargs)
-        if name.endswith("_") and not name.endswith("__"):
-            return recorder.in_place(getattr(torch, name[:-1], None), symbol, *args, **kwargs)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            try:
-                example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
-            except RuntimeError:
-                if name == "view":  # its source was a view of what an optimized convolution has left in another layout
-                    name = "reshape"
-                elif name == "masked_fill" and len(args) == 2:  # the lowest of fp32, where autocast makes bf16
-                    args = (args[0], within(symbol._example.dtype, args[1]))
-                else:
-                    raise
-                example = getattr(symbol._example, name)(*recorder.examples(args), **recorder.examples(kwargs))
+        if writes(name):
+            return recorder.in_place(without_writing(name), symbol, *args, **kwargs)
+        try:
+            example = recorder.evaluate(getattr(symbol._example, name), args, kwargs)
+        except RuntimeError as problem:
+            if name == "view":  # its source was a view of what an optimized convolution has left in another layout
+                name = "reshape"
+            elif name == "masked_fill" and len(args) == 2:  # the lowest of fp32, where autocast makes bf16
+                args = (args[0], within(symbol._example.dtype, args[1]))
+            else:
+                recorder.refuse(str(problem))
+                raise
+            example = recorder.evaluate(getattr(symbol._example, name), args, kwargs)
         return recorder.record("call_method", name, (symbol, *args), kwargs, example)
+
+
+def writes(name: str) -> bool:
+    """Whether a function or method of this name changes its first argument in place, as torch names them."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(operator, f"__{name[3:]}"))
+    return name.endswith("_")
+
+
+def without_writing(name: str) -> Any:
+    """What gives as a new tensor what that function leaves in its first argument; None: torch has none."""
+    return getattr(torch, name[:-1], None) or getattr(torch.nn.functional, name[:-1], None)
 
 
 def within(dtype: torch.dtype, value: Any) -> Any:
@@ -295,7 +340,7 @@ def is_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def has_symbolic_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there are symbols that stand for more than numbers, as sizes do."""
-    return any(type(symbol._example) not in (int, float) for symbol in symbols_in((args, kwargs)))
+    return any(not _is_number(symbol) for symbol in symbols_in((args, kwargs)))
 
 
 def recorder_of(*values: Any) -> Recorder:

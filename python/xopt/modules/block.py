@@ -196,11 +196,16 @@ def run(
             result = program(module, values)
         except OtherSizes:
             continue
+        except Exception:  # for sizes that cannot be: the forward may know of them, or raises in its own words
+            if program.has_effects:
+                raise
+            break
         if result is not NotImplemented:
             return result
         programs.drop(module, key)
         return forward(module, *args, **kwargs)
-    programs.add(module, forward, key, args, kwargs)  # for the next call of these sizes
+    else:
+        programs.add(module, forward, key, args, kwargs)  # for the next call of these sizes
     return forward(module, *args, **kwargs)
 
 
