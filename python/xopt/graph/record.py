@@ -27,9 +27,10 @@ from xopt.graph.state import State, collector_paused, left_behind
 from xopt.graph.symbol import (
     CannotRecord,
     Symbol,
+    SymbolicSize,
     is_symbolic,
-    isinstance_watch,
     named_results,
+    native,
     opaque_reads,
     settings,
     without_writing,
@@ -340,7 +341,7 @@ class Recorder:
                 part = self.graph.call_function(operator.getitem, (node, index))
                 part.meta[EXAMPLE] = _described(item)
                 items.append(self._wrap(part, item))
-            return tuple(items) if kind is torch.Size else kind(items)
+            return SymbolicSize(items) if kind is torch.Size else kind(items)
         if any(isinstance(example, known) for known, _ in opaque_reads):
             return Symbol(self, node, example)
         raise CannotRecord(f"{node.target} gives a {kind.__name__}")
@@ -395,6 +396,8 @@ class Recorder:
             named = self._made(known.items(result))
             make = known.maker(type(result), self.examples(named))
             return self.graph.call_function(make, (), self._nodes(named))
+        if type(result) is SymbolicSize:
+            return self.graph.call_function(torch.Size, (self._nodes(result),))
         if type(result) in (tuple, list):
             return type(result)(self._made(item) for item in result)
         if type(result) is dict:
@@ -408,6 +411,8 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
         return kind(_map(item, change) for item in value)
+    if kind is SymbolicSize:
+        return tuple(_map(item, change) for item in value)
     if kind is dict:
         return {name: _map(item, change) for name, item in value.items()}
     if kind is slice:
@@ -445,7 +450,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         with (
             collector_paused(),
             torch.random.fork_rng(devices=[]),
-            isinstance_watch.watch(state.see_call),
+            native.watch(state.see_call, state.see_return),
             _WeightsToo(recorder),
         ):
             result = forward(root, *args, **kwargs)

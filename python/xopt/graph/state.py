@@ -7,18 +7,20 @@ object) has to run itself. And recording calls a forward that the user did not a
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import gc
+import itertools
 import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from types import FrameType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-from xopt.graph.symbol import CannotRecord, Symbol
+from xopt.graph.symbol import CannotRecord, Symbol, active, is_symbolic
 
 _CACHED: type = type(functools.lru_cache(int))
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # subclasses before their bases
@@ -53,6 +55,7 @@ class State:
         self._classes: dict[type, dict[str, Any]] = {}
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._codes: set[Any] = set()
+        self._asked: dict[Any, list[str]] = {}
         self._packages = {_package(type(module).__module__) for module in root.modules()} - _LIBRARIES
         self._keep_all(_contents_of(arguments))
         for module in root.modules():
@@ -72,11 +75,22 @@ class State:
         if package in _LIBRARIES or not is_own:
             return
         self._codes.add(code)
+        self._asked[code] = _asked_for_class(code)
         for name in code.co_names:
             if name in names:
                 self._globals.setdefault((id(names), name), (names, name, names[name]))
                 if issubclass(type(names[name]), _CONTAINERS):
                     self._keep_all(_contents_of([names[name]]))
+
+    def see_return(self, frame: FrameType) -> None:
+        """A Python function ends: `type(x)` gives a symbol away, and nothing tells when it is asked."""
+        asked = self._asked.get(frame.f_code)
+        if (
+            asked
+            and active.recorder is not None
+            and is_symbolic((), {name: frame.f_locals.get(name) for name in asked})
+        ):
+            active.recorder.refuse(f"it asks for the class of {' or '.join(asked)}")
 
     def _keep_all(self, found: Iterable[_Contents]) -> None:
         pending = list(found)
@@ -173,6 +187,39 @@ def _is_of_user(value: Any) -> bool:
     if kind is SimpleNamespace:
         return True
     return not (_is_library(kind.__module__) or issubclass(kind, (nn.Module, ModuleType, type)))
+
+
+_COMPARING = ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR", "STORE_FAST")
+
+
+def _asked_for_class(code: CodeType) -> list[str]:
+    """Of which variables, or of what in them, a function looks what class they are of: compares it, looks it up, or
+    keeps it. Their names in messages and the like, which libraries make of it, are nothing that a forward goes by."""
+    if "type" not in code.co_names and "__class__" not in code.co_names:
+        return []
+    asked: dict[str, None] = {}
+    instructions = [each for each in dis.get_instructions(code) if each.opname not in _NOTHING]
+    for place, (one, other) in enumerate(itertools.pairwise(instructions)):
+        if one.argval == "type" and one.opname.startswith("LOAD"):
+            variable = other
+            called = next((each for each in range(place, len(instructions)) if _is_call(instructions[each])), place)
+            rest = instructions[called + 1 :]
+        elif other.argval == "__class__" and other.opname.startswith("LOAD_ATTR"):
+            variable, rest = one, instructions[place + 2 :]
+        else:
+            continue
+        used = next((each.opname for each in rest if not each.opname.startswith("LOAD")), "")
+        compares = used in _COMPARING or instructions[place - 1].argval == "issubclass"
+        if compares and variable.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+            asked[variable.argval if isinstance(variable.argval, str) else variable.argval[0]] = None
+    return list(asked)
+
+
+_NOTHING = ("PUSH_NULL", "CACHE", "PRECALL")
+
+
+def _is_call(instruction: dis.Instruction) -> bool:
+    return instruction.opname.startswith("CALL")
 
 
 def _package(module: str) -> str:

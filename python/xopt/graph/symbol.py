@@ -7,6 +7,8 @@ somebody has explained, ends the recording with `CannotRecord`.
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import math
 import operator
 import sys
@@ -71,20 +73,30 @@ _OWN = frozenset({"_recorder", "_node", "_example", "_part_of"})  # what a symbo
 _CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_complex", "element_size"})
 
 
-class _Isinstance(threading.local):
-    """Whether Python's isinstance is what runs in this thread, while `watch` is on."""
+class _Native(threading.local):
+    """Which native functions run in this thread, while `watch` is on."""
 
-    running = 0
+    isinstances = 0
+    """How many of them are Python's isinstance."""
+
+    def __init__(self) -> None:
+        self._callers: set[FrameType] = set()
 
     @contextlib.contextmanager
-    def watch(self, see_call: Callable[[FrameType], None]) -> Iterator[None]:
-        """`see_call` is told of each Python function that begins meanwhile."""
+    def watch(self, see_call: Callable[[FrameType], None], see_return: Callable[[FrameType], None]) -> Iterator[None]:
+        """These are told of each Python function that begins and ends meanwhile."""
 
         def see(frame: FrameType, event: str, function: Any) -> None:
             if event == "call":
                 see_call(frame)
-            elif function is isinstance:
-                self.running += 1 if event == "c_call" else -1
+            elif event == "return":
+                see_return(frame)
+            elif event == "c_call":
+                self._callers.add(frame)
+                self.isinstances += function is isinstance
+            else:
+                self._callers.discard(frame)
+                self.isinstances -= function is isinstance
 
         previous = sys.getprofile()
         sys.setprofile(see)
@@ -92,10 +104,19 @@ class _Isinstance(threading.local):
             yield
         finally:
             sys.setprofile(previous)
-            self.running = 0
+            self.isinstances = 0
+            self._callers.clear()
+
+    def is_cache(self, caller: FrameType) -> bool:
+        """Whether what a Python function calls is neither a function nor a method, whose calls are seen, nor a class of
+        Python's that may hash: so much is known of functools.lru_cache."""
+        code = caller.f_code
+        calls = dis.opname[code.co_code[caller.f_lasti]].startswith(("CALL", "PRECALL", "INSTRUMENTED_CALL"))
+        return calls and caller not in self._callers and not _HASHING & set(code.co_names)
 
 
-isinstance_watch = _Isinstance()
+_HASHING = frozenset({"set", "frozenset", "dict", "map", "filter"})
+native = _Native()
 
 
 def rule_for(rules: dict[tuple[type, str], OpaqueRule], example: Any, name: str) -> OpaqueRule | None:
@@ -117,7 +138,7 @@ class Symbol:
     def __class__(self) -> Any:
         """The example's class to Python's isinstance, so that a forward takes the branch that it is to take. To torch's
         native code, which asks in the same way, the truth: it would take the symbol for a tensor's memory."""
-        return type(self._example) if isinstance_watch.running else Symbol
+        return type(self._example) if native.isinstances else Symbol
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,7 +182,7 @@ class Symbol:
 
     def size(self, dim: int | None = None) -> Any:
         if dim is None:
-            return tuple(self.size(each) for each in range(self._example.ndim))
+            return SymbolicSize(self.size(each) for each in range(self._example.ndim))
         return self._recorder.record("call_method", "size", (self, dim), {}, self._example.size(dim))
 
     def numel(self) -> Any:
@@ -206,13 +227,44 @@ class Symbol:
     def __setitem__(self, key: Any, value: Any) -> None:
         self._recorder.write_part(self, key, value)
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        """A size is found where its number is. A cache has to compute anew what it is asked for by a symbol."""
+        if not _is_number(self) or native.is_cache(sys._getframe(1)):
+            return object.__hash__(self)
+        return hash(self._number())
+
+    def __repr__(self) -> str:
+        return object.__repr__(self) if active.recorder is None else repr(self._number())
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __format__(self, form: str) -> str:
+        return format(self._number(), form)
 
     def __getitem__(self, key: Any) -> Any:
         part = self._recorder.call(operator.getitem, self, key)
         if type(part) is Symbol:
             part._part_of = self, key
         return part
+
+
+class SymbolicSize(tuple[Any, ...]):
+    """The sizes of a tensor, which forwards may ask what they ask a torch.Size."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return torch.Size if native.isinstances else SymbolicSize
+
+    def numel(self) -> Any:
+        return functools.reduce(operator.mul, self, 1)
+
+    def __getitem__(self, key: Any) -> Any:
+        part = tuple.__getitem__(self, key)
+        return SymbolicSize(part) if type(key) is slice else part
+
+    def __add__(self, other: tuple[Any, ...]) -> Any:
+        return SymbolicSize(tuple.__add__(self, other))
 
 
 def _is_number(symbol: Symbol) -> bool:
@@ -325,7 +377,7 @@ def symbols_in(value: Any) -> Iterator[Symbol]:
     """All symbols in a value and the containers that a forward is called with."""
     if type(value) is Symbol:
         yield value
-    elif type(value) in (tuple, list):
+    elif type(value) in (tuple, list, SymbolicSize):
         for item in value:
             yield from symbols_in(item)
     elif type(value) is dict:

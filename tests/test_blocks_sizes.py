@@ -1,0 +1,123 @@
+"""What forwards do with sizes and tensors as with any values of Python's, programs do as well."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import xopt
+from tests.block_models import Mlp, X
+
+TABLE = {5: 2.0, 7: 3.0}
+SHAPES = {torch.Size((2, 5, 64)): 2.0, (2, 7, 64): 3.0}
+NAMES = {"5": 2.0, "7": 3.0}
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "get": lambda x: TABLE.get(x.shape[1], 1.0),
+    "in a dict": lambda x: 2.0 if x.shape[1] in TABLE else 1.0,
+    "in a set": lambda x: 2.0 if x.size(1) in {5, 7} else 1.0,
+    "set": lambda x: len(set(x.shape)),
+    "a set of sizes": lambda x: len({x.size(1), 5}),
+    "shape": lambda x: SHAPES.get(x.shape, 1.0),
+    "tuple": lambda x: SHAPES.get(tuple(x.shape), 1.0),
+    "map": lambda x: sum(map(TABLE.get, (5, 7, x.shape[1], 5), (1, 1, 1, 1))),
+    "str": lambda x: NAMES.get(str(x.shape[1]), 1.0),
+    "f-string": lambda x: NAMES.get(f"{x.size(1)}", 1.0),
+    "percent": lambda x: NAMES.get("%d" % x.size(1), 1.0),  # noqa: UP031
+    "repr of all": lambda x: 2.0 if "5" in str(list(x.shape)) else 1.0,
+    "a size as torch's": lambda x: 2.0 if isinstance(x.shape, torch.Size) else 1.0,
+    "a part of a size as torch's": lambda x: 2.0 if isinstance(x.shape[1:], torch.Size) else 1.0,
+    "numel of a size": lambda x: x.shape[1:].numel() / 100,
+    "class of a tensor": lambda x: 2.0 if type(x) is Tensor else 1.0,
+    "class by attribute": lambda x: 2.0 if x.__class__ is Tensor else 1.0,
+    "class of a size": lambda x: 2.0 if type(x.shape[1]) is int else 1.0,
+    "class of sizes": lambda x: 2.0 if type(x.shape) is torch.Size else 1.0,
+    "attribute": lambda x: getattr(x, "scale", 1.0),
+    "counts": lambda x: _counted(x.shape[1]),
+}
+
+
+def _counted(size: Any) -> Any:
+    size += 1
+    return size
+
+
+class Looks(Mlp):
+    def __init__(self, look: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.look = look
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.look(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("lengths", [(5, 7, 6, 64, 5, 7), (6, 5, 7, 5)])
+def test_a_forward_that_looks_at_sizes_or_classes(name: str, lengths: tuple[int, ...]) -> None:
+    source = nn.Sequential(Looks(LOOKS[name])).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    source = copy.deepcopy(source)
+    with torch.no_grad():
+        for length in lengths:
+            x = torch.randn(2, length, 64)
+            torch.testing.assert_close(optimized(x), source(x))
+
+
+def test_an_attribute_that_somebody_has_set_on_a_tensor() -> None:
+    source = nn.Sequential(Looks(LOOKS["attribute"])).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    source = copy.deepcopy(source)
+    with torch.no_grad():
+        for scale in (1.0, 2.0, 3.0):
+            x: Any = X.clone()
+            x.scale = scale
+            torch.testing.assert_close(optimized(x), source(x))
+
+
+@pytest.mark.parametrize("name", ["get", "in a set", "shape", "f-string", "a size as torch's", "counts"])
+def test_what_a_size_can_be_asked_for_stays_fused(name: str) -> None:
+    model = xopt.optimize(nn.Sequential(Looks(LOOKS[name])).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        model(X)
+    assert "linear+gelu_erf" in xopt.report(model).fusions[0].fused
+
+
+@functools.lru_cache
+def rows_of(rows: int) -> Tensor:
+    return torch.arange(rows).view(-1, 1)
+
+
+def test_a_cached_function_of_a_size_leaves_the_size_open() -> None:
+    class Cached(Mlp):
+        runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * rows_of(x.shape[1]))
+
+    model: Any = xopt.optimize(nn.Sequential(Cached()).eval(), dtype=torch.float32)
+    rows_of.cache_clear()
+    with torch.no_grad():
+        for length in range(1, 12):  # more than there are programs for
+            model(torch.randn(2, length, 64))
+    assert rows_of.cache_info().currsize == 0, "the forward itself has run"
+
+
+def test_sizes_are_returned_as_torchs() -> None:
+    class Sizes(Mlp):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.shape, y.shape[1:]
+
+    model = xopt.optimize(nn.Sequential(Sizes()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for x in (X, X[:, :3]):
+            y, *sizes = model(x)
+            assert sizes == [y.shape, y.shape[1:]]
+            assert {type(each) for each in sizes} == {torch.Size}
+    assert xopt.report(model).fusions[0].fused
