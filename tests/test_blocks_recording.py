@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import xopt
 from tests.block_models import Attention, Gated, Mlp, X
@@ -288,6 +290,53 @@ def test_arguments_of_all_kinds() -> None:
             torch.testing.assert_close(result["y"], expected["y"])
             assert result["rest"][0] == expected["rest"][0]
             torch.testing.assert_close(result["rest"][1][0], expected["rest"][1][0])
+
+
+class Mode(enum.Enum):
+    HALF = 0.5
+    DOUBLE = 2.0
+
+
+class ToldApart(Mlp):
+    def forward(self, x: Tensor, how: Any = Mode.HALF) -> Tensor:
+        y = super().forward(x)
+        if isinstance(how, Mode):
+            return y * 2 if how is Mode.DOUBLE else y / 2
+        if how in (torch.relu, functional.silu):
+            return how(y)  # type: ignore[no-any-return]
+        if how is int or how is Ellipsis or how is torch.channels_last:
+            return y + 1
+        return y
+
+
+def test_arguments_that_are_told_apart_by_which_they_are() -> None:
+    source = ToldApart().eval()
+    optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)[0]
+    values = [
+        *Mode,
+        int,
+        float,
+        torch.relu,
+        functional.silu,
+        torch.tanh,
+        ...,
+        torch.channels_last,
+        torch.preserve_format,
+    ]
+    with torch.no_grad():
+        for how in (*values, *values):
+            torch.testing.assert_close(optimized(X, how), source(X, how))
+            torch.testing.assert_close(optimized(X, how=how), source(X, how=how))
+        torch.testing.assert_close(optimized(X), source(X))
+
+
+def test_functions_that_are_new_in_each_call_leave_room_for_other_kinds() -> None:
+    model: Any = xopt.optimize(nn.Sequential(ToldApart()).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(40):
+            model[0](X, lambda x: x)
+        model[0](X, Mode.DOUBLE)
+    assert any(fusion.fused for fusion in xopt.report(model).fusions)
 
 
 def test_what_was_of_one_shape_may_be_broadcast_later() -> None:

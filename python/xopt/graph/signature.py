@@ -1,20 +1,28 @@
 """What kind of call a block gets: the part of its arguments that a recorded graph takes for granted.
 
-Tensors count by dtype, number of dimensions and whether they are on the CPU, numbers, flags and None by value, other
-objects by class, and by what of their state `opaque_states` names. Sizes do not count: a graph is recorded once for all
+Tensors count by dtype, number of dimensions and whether they are on the CPU, what never changes (numbers, flags, None,
+members of an Enum, classes, functions of modules) by value, other objects by class, and by what of their state
+`opaque_states` names. Sizes do not count: a graph is recorded once for all
 of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, EllipsisType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from xopt.graph.autocast import autocast_dtype_of
 
-_CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+_CONSTANTS = frozenset(
+    {
+        *(type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size),
+        *(complex, bytes, range, EllipsisType, torch.layout, torch.memory_format),
+    }
+)
 TENSORS: set[type] = {torch.Tensor, torch.nn.Parameter}
 """Whose memory is plain. Modules add to it."""
 # By class: what of an object a recorded graph takes for granted, hashable. Integrations fill it.
@@ -48,9 +56,22 @@ def _flatten(value: Any, key: list[Any], values: list[Any]) -> None:
         key.append((kind, tuple(value)))
         for item in value.values():
             _flatten(item, key, values)
+    elif _is_constant(value):
+        key.append((kind, value))
     else:
         key.append((kind, opaque_states[kind](value)) if kind in opaque_states else kind)
         values.append(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether an object is always this one, and forwards ask which. Functions that others make, and methods, may be new
+    in each call."""
+    kind = type(value)
+    if kind is FunctionType:
+        return "<" not in value.__qualname__
+    if kind is BuiltinFunctionType:
+        return value.__self__ is None or isinstance(value.__self__, (type, ModuleType))
+    return isinstance(value, (Enum, type))
 
 
 def fill(value: Any, values: list[Any]) -> Any:
@@ -62,6 +83,8 @@ def fill(value: Any, values: list[Any]) -> Any:
         return kind(fill(item, values) for item in value)
     if kind is dict:
         return {name: fill(item, values) for name, item in value.items()}
+    if _is_constant(value):
+        return value
     return values.pop(0)
 
 
