@@ -191,3 +191,32 @@ def test_transformer_layers_are_fused(norm_first: bool, batch_first: bool) -> No
 
 def cast(value: Any) -> Any:
     return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_layers_of_an_encoder_take_a_batch_of_nothing(first: int) -> None:
+    source = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for batch in (first, 0, 2):
+            x = torch.randn(batch, 3, 64)
+            torch.testing.assert_close(optimized(x), source(x))
+
+
+def test_a_program_of_a_user_that_unflattens_takes_a_batch_of_nothing() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.one(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return self.two(attended.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+    source = Heads().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for batch in (2, 0, 2):
+            x = torch.randn(batch, 3, 64)
+            torch.testing.assert_close(optimized(x), source(x))

@@ -95,7 +95,7 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
             projected = recorder.call_module(self, in_projection, query, key, value, out_dtype=out_dtype)
         else:
             projected = in_projection(self, query, key, value)
-        queries, keys, values = (_heads(part, self.num_heads, self.batch_first) for part in projected)
+        queries, keys, values = (_heads(part, self.num_heads, self.head_dim, self.batch_first) for part in projected)
         weights = None
         if need_weights:
             attended, weights = _attend_with_weights(
@@ -156,9 +156,9 @@ class PackedMultiheadAttention(Replacement, PackedState, nn.MultiheadAttention):
         return attended.transpose(0, 1) if swap else attended, weights
 
 
-def _heads(projected: Any, heads: int, batch_first: bool) -> Any:
-    """[batch, heads, length, depth], wherever the input has its batch."""
-    split = projected.unflatten(-1, (heads, -1))
+def _heads(projected: Any, heads: int, depth: int, batch_first: bool) -> Any:
+    """[batch, heads, length, depth], wherever the input has its batch, and whatever is in it."""
+    split = projected.unflatten(-1, (heads, depth))
     if split.ndim == 3:
         return split.transpose(0, 1).unsqueeze(0)
     return split.transpose(1, 2) if batch_first else split.permute(1, 2, 0, 3)
@@ -324,7 +324,7 @@ def _attention_of_torch(
     size = embed_dim_to_check
     biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
     projected = (_product(*each, size) for each in zip(inputs, weights, biases, strict=False))
-    queries, keys, values = (_heads(each, num_heads, False) for each in projected)
+    queries, keys, values = (_heads(each, num_heads, size // num_heads, False) for each in projected)
     mask, shown = _mask(attn_mask, key_padding_mask, num_heads), None
     if need_weights:
         attended, shown = _attend_with_weights(
