@@ -58,11 +58,6 @@ class KeepsAnAlias(Mlp):
         return self.down(y) + alias.sum()  # type: ignore[no-any-return]
 
 
-class ConstantInside(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.full((1,), float(x.shape[0])))
-
-
 class WritesToAPart(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(x)
@@ -130,7 +125,7 @@ CAUGHT = [
 
 UNFIXED = [
     *(BranchOnValue, ItemOfValue, Counter, LoopOverRows),
-    *(ChangesItsInput, KeepsAnAlias, ConstantInside, WritesToAPart, UsesNumpy),
+    *(ChangesItsInput, KeepsAnAlias, WritesToAPart, UsesNumpy),
     *(ReadsBeforeItWrites, WritesToWhatIsSeenTwice, ChangesWhatAViewShows),
     *CAUGHT,
 ]

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from xopt.graph.autocast import CASTS, is_own, widens
+from xopt.graph.constants import Constants, are_same
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.signature import fill, is_tensor, signature
@@ -115,7 +116,9 @@ class _WeightsToo(TorchFunctionMode):
         if function is torch.tensor and args and type(args[0]) is Symbol:  # a size
             return recorder.call(function, *args, **kwargs)
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            recorder.constants.note(result, function, args, kwargs)
+            return result
         name = getattr(function, "__name__", "")
         if function in _TRANSPOSING:
             return getattr(recorder.symbol_of(args[0]), _TRANSPOSING[function])
@@ -156,6 +159,8 @@ class Recorder:
         """Why this is no recording, which the forward may have caught."""
         self.kept: dict[Any, Any] = {}
         """For rules of objects that are no tensors: what they know of one during this recording."""
+        self.constants = Constants()
+        self._constant_nodes: dict[int, Node] = {}
         self.symbols: list[weakref.ref[Symbol]] = []
         """All that were made."""
 
@@ -358,15 +363,40 @@ class Recorder:
             if type(value) is torch.Tensor and value.ndim == 0 and value.is_cpu and not self.knows(value):
                 if not torch.equal(torch.get_rng_state(), self._random_state):
                     raise CannotRecord("it makes a tensor of its own, and random numbers")
-                return value  # made of numbers, which are constants as well
+                if not self.constants.is_of_numbers(value):
+                    return value
+                with torch._C.DisableTorchFunction():
+                    return value.clone()  # made of numbers, which are constants as well; the forward may change it
             if id(value) not in self._tensors:
-                raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
+                return self._constant(value)
             node = self._attribute(*self._tensors[id(value)], _described(value))
             node.meta[KIND] = type(value)
             return node
         if isinstance(value, nn.Module):
             return self._attribute(self._paths[id(value)], "", value)
         return value
+
+    def _constant(self, tensor: torch.Tensor) -> Node:
+        """The step that makes a tensor that the forward has made of numbers."""
+        made = self.constants.find(tensor)
+        if made is not None:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                made = (
+                    made
+                    if are_same(made.function(*self.examples(made.args), **self.examples(made.kwargs)), tensor)
+                    else None
+                )
+        if made is None:
+            raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
+        args, kwargs = self._nodes(made.args), self._nodes(made.kwargs)
+        if id(tensor) not in self._constant_nodes:
+            name = name_of(made.function)
+            is_method = getattr(torch.Tensor, name, None) is made.function
+            op, target = ("call_method", name) if is_method else ("call_function", made.function)
+            node = self.graph.create_node(op, target, args, kwargs)
+            node.meta[EXAMPLE] = _described(tensor)
+            self._constant_nodes[id(tensor)] = node
+        return self._constant_nodes[id(tensor)]
 
     def _attribute(self, path: str, name: str, example: Any) -> Node:
         """The node of a module (no name), a parameter or a buffer."""
@@ -465,6 +495,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     recorder.watch_settings()
     recorder.finish(result)
     recorder.kept.clear()
+    recorder.constants.clear()
     del result, args, kwargs, state
     if left_behind(recorder.symbols):
         raise CannotRecord("it leaves a tensor where the next call could find it")

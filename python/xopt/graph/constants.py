@@ -1,0 +1,68 @@
+"""Tensors that a forward makes of numbers alone, for as long as it is recorded.
+
+They are no symbols: a function that makes one may keep it for other calls. Where one meets a symbol, it has a step of
+its own after all, which makes it anew in each call, as long as it still is what it was made as.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from xopt.graph.symbol import Symbol
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MOST_VALUES = 256  # that a call may have, which a program has written out
+
+
+class Made(NamedTuple):
+    tensor: torch.Tensor
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Constants:
+    def __init__(self) -> None:
+        self._made: dict[int, Made] = {}
+
+    def note(self, tensor: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a function has given. What it has only changed, or left as it was, is known already."""
+        values = list(_values((args, kwargs)))
+        if type(tensor) is not torch.Tensor or any(value is tensor for value in values):
+            return
+        uninitialized = "empty" in getattr(function, "__name__", "")
+        if len(values) <= _MOST_VALUES and all(map(_is_plain, values)) and not uninitialized:
+            self._made[id(tensor)] = Made(tensor, function, args, kwargs)
+
+    def find(self, tensor: torch.Tensor) -> Made | None:
+        return self._made.get(id(tensor))
+
+    def is_of_numbers(self, tensor: torch.Tensor) -> bool:
+        """Whether it goes back to numbers, and not to a tensor that is there in other calls, too."""
+        made = self.find(tensor)
+        if made is None:
+            return False
+        return all(self.is_of_numbers(each) for each in _values((made.args, made.kwargs)) if type(each) is torch.Tensor)
+
+    def clear(self) -> None:
+        self._made.clear()
+
+
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+def _values(value: Any) -> Any:
+    if type(value) in (tuple, list, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from _values(item)
+    else:
+        yield value
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) in _PLAIN or type(value) is torch.Tensor or (type(value) is Symbol and type(value._example) is int)
+    )

@@ -1,0 +1,78 @@
+"""Tensors that forwards make of numbers are made in programs as well, unless they are no longer what they were."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import xopt
+from tests.block_models import Mlp, X
+
+
+class Scaled(Mlp):
+    def __init__(self, make: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+        self.plain = torch.full((64,), 2.0)  # no buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.make(self, x)
+
+
+def changed_after_it_was_used(module: Any, x: Tensor) -> Tensor:
+    factor, shift = torch.tensor(2.0), torch.tensor([3.0])
+    y = x * factor + shift
+    factor += 1
+    return y * factor
+
+
+MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "numbers": lambda module, x: torch.tensor([float(each) for each in range(64)]),
+    "a view": lambda module, x: torch.tensor([1.0, 2.0]).repeat(32).view(1, -1) * 2,
+    "a range": lambda module, x: torch.arange(64).float(),
+    "one number": lambda module, x: torch.full((1,), float(x.shape[0])),
+    "by sizes": lambda module, x: torch.eye(x.shape[1], 64),
+    "changed, a number": changed_after_it_was_used,
+}
+NOT_MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "random": lambda module, x: torch.rand(64),
+    "an attribute": lambda module, x: module.plain.view(1, -1) * 2,
+    "too many": lambda module, x: torch.tensor([[0.5] * 64] * 5),
+    "changed": lambda module, x: functools.reduce(lambda made, each: made.add_(each), range(3), torch.zeros(64)),
+    "a part of it changed": lambda module, x: [made := torch.zeros(64), made[3:].fill_(2.0)][0],
+}
+
+
+@pytest.mark.parametrize("name", [*MADE, *NOT_MADE])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_tensors_made_of_numbers(name: str, context: Any) -> None:
+    source = nn.Sequential(Scaled((MADE | NOT_MADE)[name])).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    source = copy.deepcopy(source)
+    with context():
+        for x in (X, X[:1], X[:, :3], X):
+            if name == "too many" and x.shape[1] != 5:
+                continue
+            torch.manual_seed(0)
+            expected = source(x)
+            torch.manual_seed(0)
+            torch.testing.assert_close(optimized(x), expected)
+    assert bool(xopt.report(optimized).fusions[0].fused) == (name in MADE)
+
+
+@pytest.mark.parametrize("part", [lambda module, x: module.plain[3], lambda module, x: module.plain * 2])
+def test_an_attribute_that_is_no_buffer_is_followed(part: Any) -> None:
+    source = Scaled(part).eval()
+    optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+    source = copy.deepcopy(source)
+    with torch.no_grad():
+        for value in (2.0, 3.0, 4.0):
+            optimized[0].plain.fill_(value)
+            source.plain.fill_(value)
+            torch.testing.assert_close(optimized(X), source(X))
