@@ -147,6 +147,8 @@ def test_a_guard_wants_modules_after_their_parents() -> None:
     guard, module = _C.ModuleGuard(0), nn.Identity()
     with pytest.raises(ValueError, match="parent: expected an earlier module's place, below 1, got 1"):
         guard.add(1, "child", weakref.ref(module), 0)
+    with pytest.raises(ValueError, match="place: expected a module's, below 1, got 1"):
+        guard.add_check(1, lambda module: True)
     guard.add_container(3, "sizes", {})
     with pytest.raises(IndexError, match="container"):
         guard(module)

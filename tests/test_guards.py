@@ -61,6 +61,112 @@ class Watched:
         assert found[4] is norm.running_var
 
 
+class Thing:
+    size = 1
+    owner: Any = None
+
+    def __init__(self) -> None:
+        self.size = 1
+
+
+class Slotted:
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        self.size = 1
+
+
+class WithMore:
+    """A guard over what is no module, too, and how often that was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.thing, self.slotted, self.kind = Thing(), Slotted(), type("Kind", (), {"size": 1})
+        self.names, self.items, self.flags, self.scope = (
+            {"size": 1},
+            [1.5, self.thing],
+            {"one"},
+            {"size": 1, "other": 1},
+        )
+        self.module: Any = nn.Linear(2, 2)
+        self.module.__dict__["size"] = 1
+        self.items.append(self.module)
+        self.guard = _C.ModuleGuard(0)
+        self.guard.add_check(0, self.check("module"))
+        for name in ("thing", "slotted", "kind"):
+            self.guard.add_dictionary(getattr(self, name), self.check(name))
+        self.guard.add_dictionary(self.names, self.check("names", lambda names: names["size"]))
+        self.guard.add_items(self.items, (1.5, self.thing, weakref.ref(self.module)))
+        self.guard.add_set(self.flags, frozenset({"one"}))
+        self.guard.add_global(self.scope, "size", 1)
+
+    def check(self, name: str, size_of: Callable[[Any], int] = lambda owner: owner.size) -> Callable[[Any], bool]:
+        def check(owner: Any) -> bool:
+            self.asked.append(name)
+            return size_of(owner) == 1
+
+        return check
+
+    def passes(self) -> bool:
+        self.asked.clear()
+        return self.guard(self.module) is not None
+
+
+MORE: dict[str, tuple[Change, Change]] = {
+    "module": (lambda w: setattr(w.module, "size", 2), lambda w: setattr(w.module, "size", 1)),
+    "thing": (lambda w: setattr(w.thing, "size", 2), lambda w: setattr(w.thing, "size", 1)),
+    "attributes": (lambda w: setattr(w.thing, "__dict__", {"size": 2}), lambda w: setattr(w.thing, "__dict__", {})),
+    "slots": (lambda w: setattr(w.slotted, "size", 2), lambda w: setattr(w.slotted, "size", 1)),
+    "class": (lambda w: setattr(w.kind, "size", 2), lambda w: setattr(w.kind, "size", 1)),
+    "dictionary": (lambda w: w.names.update(size=2), lambda w: w.names.update(size=1)),
+    "item": (lambda w: w.items.__setitem__(0, 2.5), lambda w: w.items.__setitem__(0, 0.5 + 1.0)),
+    "kind of item": (lambda w: w.items.__setitem__(0, Thing()), lambda w: w.items.__setitem__(0, 1.5)),
+    "item that is a module": (
+        lambda w: w.items.__setitem__(2, nn.Linear(2, 2)),
+        lambda w: w.items.__setitem__(2, w.module),
+    ),
+    "more items": (lambda w: w.items.append(1), lambda w: w.items.pop()),
+    "set": (lambda w: w.flags.add("two"), lambda w: w.flags.remove("two")),
+    "global": (lambda w: w.scope.update(size=2), lambda w: w.scope.update(size=1)),
+    "global's kind": (lambda w: w.scope.update(size=True), lambda w: w.scope.update(size=1)),
+    "global less": (lambda w: w.scope.pop("size"), lambda w: w.scope.update(size=1)),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_changes_of_what_is_no_module_are_seen(name: str) -> None:
+    watched = WithMore()
+    change, undo = MORE[name]
+    for _ in range(3):
+        assert watched.passes()
+        change(watched)
+        assert not watched.passes()
+        assert not watched.passes()
+        undo(watched)
+        assert watched.passes()
+
+
+def test_what_has_not_changed_is_not_asked_for_again() -> None:
+    watched = WithMore()
+    assert watched.passes()
+    assert watched.asked == ["module", "thing", "slotted", "kind", "names"]
+    assert watched.passes()
+    assert watched.asked == ["slotted"]  # which has no dictionary that tells
+    watched.scope["other"] = 2
+    assert watched.passes()
+    assert watched.asked == ["slotted"]
+
+
+def test_a_guard_that_its_objects_lead_to_is_collected() -> None:
+    watched = WithMore()
+    watched.thing.owner = watched
+    gone = weakref.ref(watched.thing)
+    assert watched.passes()
+    del watched
+    gc.collect()
+    assert gone() is None
+
+
 def hook(*_: Any) -> None:
     return None
 

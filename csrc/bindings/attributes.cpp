@@ -57,6 +57,16 @@ bool is_constant(PyObject* value) {
          PyUnicode_CheckExact(value);
 }
 
+bool is_same(PyObject* value, PyObject* expected) {
+  if (value == expected) return true;
+  if (value == nullptr || Py_TYPE(value) != Py_TYPE(expected) || !is_constant(value) || !is_constant(expected)) {
+    return false;
+  }
+  const int equal = PyObject_RichCompareBool(value, expected, Py_EQ);
+  if (equal < 0) throw py::error_already_set();
+  return equal == 1;
+}
+
 bool has(PyObject* attributes, const py::str& name, const py::object& expected) {
   PyObject* value = find(attributes, name.ptr());
   if (value == nullptr) return false;

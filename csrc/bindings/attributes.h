@@ -23,6 +23,9 @@ bool has(PyObject* attributes, const pybind11::str& name, const pybind11::object
 // Whether a value, and all that it holds, stays as it is for as long as it lives.
 bool is_constant(PyObject* value);
 
+// Whether a value is the very same object, or a constant that compares equal.
+bool is_same(PyObject* value, PyObject* expected);
+
 // Has what will be looked at fetched into the caches, without waiting for it. Images push out what is known of modules, and
 // asked for one by one it takes the time of a small layer to come back. Nothing happens where it is gone, or null.
 inline void fetch(const void* object, size_t bytes) {

@@ -42,6 +42,47 @@ bool is_hooked(PyObject* attributes) {
   return false;
 }
 
+bool holds(const py::object& check, PyObject* owner) {
+  const py::object answer = check(py::reinterpret_borrow<py::object>(owner));
+  return answer.ptr() == Py_True;
+}
+
+bool has_items(const py::object& owner, const py::tuple& expected) {
+  const auto items =
+      py::reinterpret_steal<py::object>(PySequence_Fast(owner.ptr(), "ModuleGuard: expected a sequence"));
+  if (!items) throw py::error_already_set();
+  if (PySequence_Fast_GET_SIZE(items.ptr()) != PyTuple_GET_SIZE(expected.ptr())) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(expected.ptr()); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    PyObject* wanted = PyTuple_GET_ITEM(expected.ptr(), i);
+    const bool is_weak = PyWeakref_CheckRef(wanted) != 0;
+    const bool is_it = is_weak && refers_to(py::reinterpret_borrow<py::weakref>(wanted), item);
+    if (!is_it && !is_same(item, wanted)) return false;
+  }
+  return true;
+}
+
+// Has Python's garbage collector look through guards: see `traverse`.
+void make_collectable(PyHeapTypeObject* heap_type) {
+  static const auto guard_of = [](PyObject* self) -> ModuleGuard* {
+    auto* instance = reinterpret_cast<py::detail::instance*>(self);
+    const py::detail::value_and_holder held = instance->get_value_and_holder();
+    return held.holder_constructed() ? held.value_ptr<ModuleGuard>() : nullptr;
+  };
+  PyTypeObject* type = &heap_type->ht_type;
+  type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    const ModuleGuard* guard = guard_of(self);
+    return guard == nullptr ? 0 : guard->traverse(visit, arg);
+  };
+  type->tp_clear = [](PyObject* self) {
+    ModuleGuard* guard = guard_of(self);
+    if (guard != nullptr) guard->clear();
+    return 0;
+  };
+}
+
 }  // namespace
 
 void ModuleGuard::add(size_t parent, py::str name, py::weakref module, long long epoch) {
@@ -60,7 +101,67 @@ void ModuleGuard::add_watched(py::object holder, py::str name, py::object value)
   watched_.push_back({std::move(holder), std::move(name), std::move(value)});
 }
 
-bool ModuleGuard::passes(PyObject* module, long long epoch, bool is_root, Seen* seen) {
+void ModuleGuard::add_check(size_t place, py::object check) {
+  if (place > steps_.size()) {
+    throw std::invalid_argument("ModuleGuard.add_check: place: expected a module's, below " +
+                                std::to_string(steps_.size() + 1) + ", got " + std::to_string(place));
+  }
+  (place == 0 ? root_check_ : steps_[place - 1].check) = std::move(check);
+}
+
+void ModuleGuard::add_dictionary(py::object owner, py::object check) {
+  dictionaries_.push_back({std::move(owner), std::move(check)});
+}
+
+void ModuleGuard::add_items(py::object owner, py::tuple items) {
+  items_.push_back({std::move(owner), std::move(items)});
+}
+
+void ModuleGuard::add_set(py::set owner, py::object items) { sets_.push_back({std::move(owner), std::move(items)}); }
+
+void ModuleGuard::add_global(py::dict names, py::str name, py::object value) {
+  globals_.push_back({std::move(names), std::move(name), std::move(value)});
+}
+
+bool ModuleGuard::Dictionary::passes() const {
+  PyObject* object = owner.ptr();
+  const bool is_class = PyType_Check(object) != 0;
+  py::object own;  // keeps an object's attributes while they are asked for
+  PyObject* dict = is_class ? reinterpret_cast<PyTypeObject*>(object)->tp_dict : object;
+  if (!is_class && !PyDict_Check(object)) {
+    if (_PyObject_GetDictPtr(object) == nullptr) return holds(check, object);  // slots alone
+    if (seen.is(SeenDict::of(object))) return true;
+    own = seen_attributes_of(object);
+    dict = own.ptr();
+  }
+  if (seen.is(dict)) return true;
+  const SeenDict now(dict);  // before it is asked for: another thread may change it meanwhile
+  if (!holds(check, object)) return false;
+  seen = now;
+  return true;
+}
+
+bool ModuleGuard::is_rest_the_same() const {
+  for (const Watched& watched : watched_) {
+    if (!has(attributes_of(watched.holder.ptr()).ptr(), watched.name, watched.value)) return false;
+  }
+  for (const Dictionary& dictionary : dictionaries_) {
+    if (!dictionary.passes()) return false;
+  }
+  for (const Items& each : items_) {
+    if (!has_items(each.owner, each.items)) return false;
+  }
+  for (const Set& each : sets_) {
+    const int equal = PyObject_RichCompareBool(each.owner.ptr(), each.items.ptr(), Py_EQ);
+    if (equal < 0) throw py::error_already_set();
+    if (equal == 0) return false;
+  }
+  return std::all_of(globals_.begin(), globals_.end(), [](const Global& global) {
+    return is_same(find(global.names.ptr(), global.name.ptr()), global.value.ptr());
+  });
+}
+
+bool ModuleGuard::passes(PyObject* module, long long epoch, const py::object& check, bool is_root, Seen* seen) {
   PyObject* attributes = SeenDict::of(module);
   const auto is_unhooked = [&] {
     const auto is_still_empty = [](const SeenDict& hooks) { return hooks.unchanged(); };
@@ -78,10 +179,11 @@ bool ModuleGuard::passes(PyObject* module, long long epoch, bool is_root, Seen* 
     if (find(own.ptr(), names().training) != Py_False || is_hooked(own.ptr())) return false;
     for (size_t i = 0; i < kHooks; ++i) found.hooks[i] = SeenDict(find(own.ptr(), names().hooks[i]));
   }
+  found.attributes = SeenDict(own.ptr());  // before the rest: another thread may change them meanwhile
+  if (check && !holds(check, module)) return false;
   PyObject* modules = find(own.ptr(), names().modules);
   found.module = module;
   found.has_same_modules = seen->module == module && seen->modules.is(modules);
-  found.attributes = SeenDict(own.ptr());
   found.modules = SeenDict(modules);
   *seen = found;
   return true;
@@ -94,7 +196,7 @@ bool ModuleGuard::passes_below(const Step& step, const Seen& parent, Seen* seen)
     module = modules == nullptr ? nullptr : find(modules, step.name.ptr());
     if (module == nullptr || !refers_to(step.module, module)) return false;
   }
-  return passes(module, step.epoch, false, seen);
+  return passes(module, step.epoch, step.check, false, seen);
 }
 
 void ModuleGuard::Seen::fetch() const {
@@ -108,9 +210,10 @@ void ModuleGuard::Seen::fetch() const {
 py::object ModuleGuard::operator()(const py::object& root) const {
   std::vector<Seen> seen = std::move(seen_);
   for (const Seen& each : seen) each.fetch();
+  for (const Dictionary& each : dictionaries_) each.seen.fetch();
   seen_.clear();  // also where this ends early: a pointer is good only if all before it were looked at
   seen.resize(steps_.size() + 1);
-  if (!passes(root.ptr(), root_epoch_, true, seen.data())) return py::none();
+  if (!passes(root.ptr(), root_epoch_, root_check_, true, seen.data())) return py::none();
   py::list modules(seen.size());
   const auto put = [&](size_t place, PyObject* module) {
     Py_INCREF(module);
@@ -128,15 +231,46 @@ py::object ModuleGuard::operator()(const py::object& root) const {
         attributes_of(PyList_GET_ITEM(modules.ptr(), static_cast<Py_ssize_t>(container.place)));
     if (!has(attributes.ptr(), container.name, container.value)) return py::none();
   }
-  for (const Watched& watched : watched_) {
-    if (!has(attributes_of(watched.holder.ptr()).ptr(), watched.name, watched.value)) return py::none();
-  }
+  if (!is_rest_the_same()) return py::none();
   seen_ = std::move(seen);
   return modules;
 }
 
+int ModuleGuard::traverse(visitproc visit, void* arg) const {  // by the names that Py_VISIT wants
+  Py_VISIT(root_check_.ptr());
+  for (const Step& step : steps_) Py_VISIT(step.check.ptr());
+  for (const Container& each : containers_) Py_VISIT(each.value.ptr());
+  for (const Watched& each : watched_) {
+    Py_VISIT(each.holder.ptr());
+    Py_VISIT(each.value.ptr());
+  }
+  for (const Dictionary& each : dictionaries_) {
+    Py_VISIT(each.owner.ptr());
+    Py_VISIT(each.check.ptr());
+  }
+  for (const Items& each : items_) {
+    Py_VISIT(each.owner.ptr());
+    Py_VISIT(each.items.ptr());
+  }
+  for (const Set& each : sets_) {
+    Py_VISIT(each.owner.ptr());
+    Py_VISIT(each.items.ptr());
+  }
+  for (const Global& each : globals_) {
+    Py_VISIT(each.names.ptr());
+    Py_VISIT(each.value.ptr());
+  }
+  return 0;
+}
+
+void ModuleGuard::clear() {
+  // Out of reach before they are let go of: what runs then must find nothing half gone.
+  const ModuleGuard gone = std::move(*this);
+  *this = ModuleGuard(0);
+}
+
 void bind_module_guard(const py::module_& m) {
-  py::class_<ModuleGuard> guard(m, "ModuleGuard");
+  py::class_<ModuleGuard> guard(m, "ModuleGuard", py::custom_type_setup(make_collectable));
   guard.attr("EPOCH") = ModuleGuard::kEpoch;
   guard.def_static(
       "is_hooked", [](const py::object& module) { return is_hooked(attributes_of(module.ptr()).ptr()); },
@@ -145,6 +279,11 @@ void bind_module_guard(const py::module_& m) {
       .def("add", &ModuleGuard::add, py::arg("parent"), py::arg("name"), py::arg("module"), py::arg("epoch"))
       .def("add_container", &ModuleGuard::add_container, py::arg("place"), py::arg("name"), py::arg("value"))
       .def("add_watched", &ModuleGuard::add_watched, py::arg("holder"), py::arg("name"), py::arg("value"))
+      .def("add_check", &ModuleGuard::add_check, py::arg("place"), py::arg("check"))
+      .def("add_dictionary", &ModuleGuard::add_dictionary, py::arg("owner"), py::arg("check"))
+      .def("add_items", &ModuleGuard::add_items, py::arg("owner"), py::arg("items"))
+      .def("add_set", &ModuleGuard::add_set, py::arg("owner"), py::arg("items"))
+      .def("add_global", &ModuleGuard::add_global, py::arg("names"), py::arg("name"), py::arg("value"))
       .def("__call__", &ModuleGuard::operator(), py::arg("root"));
 }
 
