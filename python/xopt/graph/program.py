@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from xopt import _C
 from xopt.graph.record import Recorder
 from xopt.graph.symbol import CannotRecord
+from xopt.graph.watch import OWN_ATTRIBUTES, watch
 
 MODULES = "*"  # as an attribute's name in a graph: the list of all modules, by their places
 _SIMPLE = (type(None), bool, int, str, type(Ellipsis))
@@ -24,7 +25,7 @@ _SIMPLE = (type(None), bool, int, str, type(Ellipsis))
 
 class Program:
     def __init__(self, root: nn.Module, recorder: Recorder) -> None:
-        self._guard = Guard(root, recorder.watched)
+        self._guard = Guard(root, recorder)
         self.has_effects = recorder.has_effects
         self._run = generate(recorder.graph, self._guard.index)
 
@@ -41,29 +42,32 @@ def hooked(module: nn.Module) -> bool:
 
 
 EPOCH = _C.ModuleGuard.EPOCH  # in a block's __dict__: how often its attributes have been set
-_OWN_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 class Guard:
-    """Finds the modules below a root, and sees whether one of them was exchanged, changed or hooked."""
+    """Finds the modules below a root, and sees whether one of them was exchanged, changed or hooked, or anything else
+    that the forwards read (`watch.py`)."""
 
-    def __init__(self, root: nn.Module, watched: list[tuple[Any, str, Any]]) -> None:
+    def __init__(self, root: nn.Module, recorder: Recorder) -> None:
         self.index: dict[str, int] = {}
         self._modules = _C.ModuleGuard(root.__dict__.get(EPOCH, 0))
         places: dict[int, int] = {}
+        modules: list[tuple[int, nn.Module]] = []
         for path, module in root.named_modules(remove_duplicate=False):
             self.index[path] = places[id(module)] if id(module) in places else len(places)
             if id(module) in places:
                 continue
             places[id(module)] = self.index[path]
+            modules.append((self.index[path], module))
             if path:
                 parent, _, name = path.rpartition(".")
                 self._modules.add(self.index[parent], name, weakref.ref(module), module.__dict__.get(EPOCH, 0))
             for name, value in module.__dict__.items():
-                if type(value) in (dict, list, set) and name not in _OWN_ATTRIBUTES:
+                if type(value) in (dict, list, set) and name not in OWN_ATTRIBUTES:
                     self._modules.add_container(self.index[path], name, snapshot(value))
-        self._computed = [each for each in watched if not _is_stored(*each)]
-        for holder, name, value in watched:
+        watch(self._modules, modules, recorder.surroundings)
+        self._computed = [each for each in recorder.watched if not _is_stored(*each)]
+        for holder, name, value in recorder.watched:
             if _is_stored(holder, name, value):
                 self._modules.add_watched(holder, name, value)
 

@@ -24,7 +24,7 @@ from xopt.graph.constants import Constants, are_same
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.signature import fill, is_tensor, signature
-from xopt.graph.state import State, collector_paused, left_behind
+from xopt.graph.state import State, Surroundings, collector_paused, left_behind
 from xopt.graph.symbol import (
     CannotRecord,
     Symbol,
@@ -33,7 +33,6 @@ from xopt.graph.symbol import (
     named_results,
     native,
     opaque_reads,
-    settings,
     without_writing,
     writes,
 )
@@ -115,11 +114,11 @@ class _WeightsToo(TorchFunctionMode):
         recorder = self._recorder
         if function is torch.tensor and args and type(args[0]) is Symbol:  # a size
             return recorder.call(function, *args, **kwargs)
+        name = getattr(function, "__name__", "")
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
             result = function(*args, **kwargs)
             recorder.constants.note(result, function, args, kwargs)
             return result
-        name = getattr(function, "__name__", "")
         if function in _TRANSPOSING:
             return getattr(recorder.symbol_of(args[0]), _TRANSPOSING[function])
         if name == "__get__":  # a dtype, a shape
@@ -152,6 +151,7 @@ class Recorder:
         self._replaced_in_place: list[tuple[Node, Node]] = []
         self._written: list[tuple[Node, Node]] = []
         self.watched: list[tuple[Any, str, Any]] = []
+        self.surroundings = Surroundings([], [], set())
         self._random_state = torch.get_rng_state()
         self._expected: set[tuple[Any, Any, Any]] = set()
         self.has_effects = False
@@ -305,24 +305,16 @@ class Recorder:
         if not any(known is holder and its == name for known, its, _ in self.watched):
             self.watched.append((holder, name, getattr(holder, name, None)))
 
-    def watch_settings(self) -> None:
-        """The numbers, flags and words among the settings of the modules that have any."""
-        seen: set[int] = set()
-        for module in self.root.modules():
-            holder = next((of(module) for kind, of in settings.items() if isinstance(module, kind)), None)
-            if holder is None or id(holder) in seen:
-                continue
-            seen.add(id(holder))
-            for name, value in vars(holder).items():
-                if value is None or isinstance(value, (bool, int, float, str)):
-                    self.watch(holder, name)
-
     def examples(self, value: Any) -> Any:
         return _map(value, lambda item: item._example if type(item) is Symbol else item)
 
     def knows(self, value: Any) -> bool:
         """Whether this is a parameter or a buffer of the block."""
         return id(value) in self._tensors
+
+    def has_drawn(self) -> bool:
+        """Whether there are random numbers among what the forward has made."""
+        return not torch.equal(torch.get_rng_state(), self._random_state)
 
     def symbol_of(self, tensor: torch.Tensor) -> Any:
         """A parameter or a buffer of the block as a symbol; another tensor as it is."""
@@ -361,7 +353,7 @@ class Recorder:
             return value._node
         if isinstance(value, torch.Tensor):
             if type(value) is torch.Tensor and value.ndim == 0 and value.is_cpu and not self.knows(value):
-                if not torch.equal(torch.get_rng_state(), self._random_state):
+                if self.has_drawn():
                     raise CannotRecord("it makes a tensor of its own, and random numbers")
                 if not self.constants.is_of_numbers(value):
                     return value
@@ -492,7 +484,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         raise CannotRecord(recorder.refusal)
     if changed is not None:
         raise (ChangesItself if settles else CannotRecord)(f"{changed} in its forward")
-    recorder.watch_settings()
+    recorder.surroundings = state.surroundings()
     recorder.finish(result)
     recorder.kept.clear()
     recorder.constants.clear()

@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -44,6 +44,16 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+class Surroundings(NamedTuple):
+    """What a forward may have read that is no part of its modules."""
+
+    classes: list[type]
+    globals: list[tuple[dict[str, Any], str, Any]]
+    """Names that the model's own functions name, and what they stand for."""
+    names: set[str]
+    """All names that these functions use, also in getattr."""
+
+
 class State:
     """Contents of the modules below a root and of the arguments of its forward, of containers and users' objects that
     these lead to, of the modules' classes, and of globals that the model's own functions name: those of the packages
@@ -54,15 +64,15 @@ class State:
         self._kept: dict[int, _Contents] = {}
         self._classes: dict[type, dict[str, Any]] = {}
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-        self._codes: set[Any] = set()
+        self._codes: set[CodeType] = set()
         self._asked: dict[Any, list[str]] = {}
         self._packages = {_package(type(module).__module__) for module in root.modules()} - _LIBRARIES
         self._keep_all(_contents_of(arguments))
         for module in root.modules():
             self._keep_all([_Contents(module.__dict__, module)])
-            for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
-                if kind not in self._classes and not _is_library(kind.__module__):
-                    self._classes[kind] = _attributes(kind)
+            for kind in own_classes(type(module)):
+                if kind not in self._classes:
+                    self._classes[kind] = attributes(kind)
                     self._keep_all(_contents_of(self._classes[kind].values()))
 
     def see_call(self, frame: FrameType) -> None:
@@ -92,6 +102,10 @@ class State:
         ):
             active.recorder.refuse(f"it asks for the class of {' or '.join(asked)}")
 
+    def surroundings(self) -> Surroundings:
+        names = {name for code in self._codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+        return Surroundings(list(self._classes), list(self._globals.values()), names)
+
     def _keep_all(self, found: Iterable[_Contents]) -> None:
         pending = list(found)
         while pending:
@@ -107,7 +121,7 @@ class State:
         """Whether all that changed are numbers that attributes hold, which a second call may set to the same."""
         rebound = [names[name] for names, name, value in self._globals.values() if not _same(names.get(name), value)]
         kept = (contents.differs_in_numbers_alone() for contents in self._kept.values())
-        classes = (_same_items(_attributes(kind), before) for kind, before in self._classes.items())
+        classes = (_same_items(attributes(kind), before) for kind, before in self._classes.items())
         return all(kept) and all(classes) and all(type(value) in _NUMBERS for value in rebound)
 
     def restore(self) -> str | None:
@@ -117,7 +131,7 @@ class State:
             if contents.restore():
                 changed = f"a {type(contents.owner).__name__} is changed"
         for kind, before in self._classes.items():
-            now = _attributes(kind)
+            now = attributes(kind)
             if not _same_items(now, before):
                 changed = f"attributes of the class {kind.__name__} are changed"
                 for name in now.keys() - before.keys():
@@ -178,11 +192,11 @@ def _contents_of(values: Iterable[Any]) -> Iterable[_Contents]:
             yield _Contents(value)
         elif issubclass(type(value), (tuple, frozenset)):
             yield from _contents_of(value)
-        elif _is_of_user(value) and type(getattr(value, "__dict__", None)) is dict:
+        elif is_of_user(value) and type(getattr(value, "__dict__", None)) is dict:
             yield _Contents(value.__dict__, value)
 
 
-def _is_of_user(value: Any) -> bool:
+def is_of_user(value: Any) -> bool:
     kind = type(value)
     if kind is SimpleNamespace:
         return True
@@ -230,7 +244,12 @@ def _is_library(module: str) -> bool:
     return _package(module) in _LIBRARIES
 
 
-def _attributes(kind: type) -> dict[str, Any]:
+def own_classes(kind: type) -> list[type]:
+    """Those of a class's bases, and itself, that are no library's."""
+    return [each for each in kind.__mro__ if not _is_library(each.__module__)]
+
+
+def attributes(kind: type) -> dict[str, Any]:
     return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
 
 

@@ -63,8 +63,6 @@ class NamedResult(NamedTuple):
 
 named_results: dict[type, NamedResult] = {}
 """By class, which may be a base. Integrations fill it."""
-# By class of modules: the object whose attributes tell forwards of such a module what to do. Integrations fill it.
-settings: dict[type, Callable[[Any], Any]] = {}
 
 _CONSTANT_ATTRIBUTES = frozenset(
     {"dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested"}

@@ -20,7 +20,6 @@ from transformers import (
     AttentionInterface,
     Cache,
     EncoderDecoderCache,
-    PreTrainedModel,
 )
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -37,7 +36,6 @@ from xopt.graph.symbol import (
     opaque_reads,
     opaque_rules,
     recorder_of,
-    settings,
 )
 from xopt.integrations import experts  # noqa: F401 - a replacement of its own
 from xopt.modules.attention import attend, attention_call, attention_steps, can_attend, is_plain_attention
@@ -285,7 +283,6 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 named_results[ModelOutput] = NamedResult(_items, _maker)
-settings[PreTrainedModel] = lambda model: model.config
 
 
 class PackedConv1D(Replacement, PackedProduct, Conv1D):

@@ -1,0 +1,185 @@
+"""What forwards read beside tensors (attributes, plain objects, classes, globals, generators) and what looks on from
+outside: programs do not outlive its changes, neither the model's own nor those of a block inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import xopt
+from tests.block_models import X, calls
+
+SCALE = 1.0
+SCALES = {"all": 1.0}
+Change = Callable[[Any], None]
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 1.0
+    mode: str = "plus"
+    scales: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+    by_name: dict[str, float] = dataclasses.field(default_factory=lambda: {"all": 1.0})
+    flags: set[str] = dataclasses.field(default_factory=set)
+    inner: Any = None
+    factor = 1.0
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Reader(nn.Module):
+    """Reads numbers in all places."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm, self.leaky = (
+            nn.Linear(64, 64),
+            nn.Linear(64, 64),
+            nn.GroupNorm(1, 5),
+            nn.LeakyReLU(0.1),
+        )
+        self.scale, self.mode, self.flag, self.function = 1.0, "plus", False, functional.gelu
+        self.stride = (1, 2)
+        self.settings = Settings(inner=Settings())
+        self.space, self.slots = SimpleNamespace(scale=1.0), Slots()
+        self.ordered, self.queue = OrderedDict(all=1.0), deque([1.0])
+        self.many = (Settings(), 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.leaky(self.norm(self.down(self.function(self.up(x)))))
+        y = y * self.scale * self.factor * self.stride[0] * self.ordered["all"] * self.queue[0] * self.many[0].scale
+        y = y * self.settings.scale * self.settings.factor * self.settings.scales[0] * self.settings.by_name["all"]
+        y = y * self.settings.inner.scale * self.space.scale * self.slots.scale * SCALE * SCALES["all"]
+        if self.flag or "minus" in self.settings.flags or "minus" in (self.mode, self.settings.mode):
+            y = -y
+        return self.finish(y)
+
+    def finish(self, y: Tensor) -> Tensor:
+        return y
+
+
+def set_in(read: Callable[[Any], Any], name: str, value: Any) -> Change:
+    return lambda reader: setattr(read(reader), name, value)
+
+
+def set_item(read: Callable[[Any], Any], key: Any, value: float) -> Change:
+    return lambda reader: read(reader).__setitem__(key, value)
+
+
+CHANGES: dict[str, Change] = {
+    "number": set_in(lambda m: m, "scale", 3.0),
+    "word": set_in(lambda m: m, "mode", "minus"),
+    "flag": set_in(lambda m: m, "flag", True),
+    "tuple": set_in(lambda m: m, "stride", (3, 2)),
+    "function": set_in(lambda m: m, "function", torch.tanh),
+    "method": set_in(lambda m: m, "finish", lambda y: y * 2),
+    "attribute of the class's name": set_in(lambda m: m, "factor", 3.0),
+    "beside torch": lambda m: m.__dict__.update(scale=3.0),
+    "new object": set_in(lambda m: m, "settings", Settings(4.0, inner=Settings())),
+    "object's number": set_in(lambda m: m.settings, "scale", 3.0),
+    "object's word": set_in(lambda m: m.settings, "mode", "minus"),
+    "object's list": set_item(lambda m: m.settings.scales, 0, 3.0),
+    "object's dictionary": set_item(lambda m: m.settings.by_name, "all", 3.0),
+    "object's set": lambda m: m.settings.flags.add("minus"),
+    "object's object": set_in(lambda m: m.settings.inner, "scale", 3.0),
+    "object's attributes": lambda m: setattr(m.settings, "__dict__", {**vars(m.settings), "scale": 3.0}),
+    "object in a tuple": set_in(lambda m: m.many[0], "scale", 3.0),
+    "namespace": set_in(lambda m: m.space, "scale", 3.0),
+    "slots": set_in(lambda m: m.slots, "scale", 3.0),
+    "ordered dictionary": set_item(lambda m: m.ordered, "all", 3.0),
+    "deque": set_item(lambda m: m.queue, 0, 3.0),
+    "torch's eps": set_in(lambda m: m.norm, "eps", 0.5),
+    "torch's slope": set_in(lambda m: m.leaky, "negative_slope", 0.9),
+}
+
+
+def model_of(inside: bool) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(64, 64), Reader()).eval() if inside else Reader().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32, inplace=False)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_alike(optimized, source)
+    assert "gelu" in str(xopt.report(optimized))
+    return source, optimized
+
+
+def assert_alike(optimized: nn.Module, source: nn.Module, x: Tensor = X) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_forwards_read_is_seen_to_change(name: str, inside: bool) -> None:
+    source, optimized = model_of(inside)
+    with torch.no_grad():
+        before = source(X)
+    for model in (source, optimized):
+        CHANGES[name](model[1] if inside else model)
+    for _ in range(2):
+        assert_alike(optimized, source)
+    with torch.no_grad():
+        assert not torch.allclose(source(X), before)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_classes_and_globals_that_forwards_read_are_seen_to_change(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, optimized = model_of(inside)
+    for holder, name, value in ((Reader, "factor", 2.0), (Settings, "factor", 3.0)):
+        monkeypatch.setattr(holder, name, value)
+        assert_alike(optimized, source)
+    monkeypatch.setattr(Reader, "finish", lambda self, y: y + 1)
+    assert_alike(optimized, source)
+    monkeypatch.setitem(globals(), "SCALE", 4.0)
+    assert_alike(optimized, source)
+    monkeypatch.setitem(SCALES, "all", 5.0)
+    assert_alike(optimized, source)
+
+
+def test_what_forwards_do_not_read_may_change() -> None:
+    _, optimized = model_of(inside=False)
+    optimized.trainer = Settings()
+    with torch.no_grad():
+        for _ in range(2):
+            optimized(X)
+        before = calls()["gemm"]
+        for step in range(40):
+            optimized.trainer.scale = float(step)
+            optimized.settings.scale = 1.0  # as it is
+            optimized(X)
+    assert calls()["gemm"] - before == 80
+    assert "gelu" in str(xopt.report(optimized))
+    assert optimized.__dict__["_xopt_programs"]._failures <= 1
+
+
+def test_an_object_that_leads_back_to_the_model_does_not_keep_it() -> None:
+    _, optimized = model_of(inside=False)
+    optimized.settings.inner.scale = optimized.settings.scale
+    optimized.settings.inner.owner = optimized
+    with torch.no_grad():
+        optimized(X)
+        optimized(X)
+    gone = weakref.ref(optimized)
+    del optimized
+    gc.collect()
+    assert gone() is None
