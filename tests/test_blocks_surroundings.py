@@ -183,3 +183,33 @@ def test_an_object_that_leads_back_to_the_model_does_not_keep_it() -> None:
     del optimized
     gc.collect()
     assert gone() is None
+
+
+# ---- Running statistics ----------------------------------------------------------------------------------------------
+
+
+class ConvNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(functional.relu(self.norm(self.conv(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_statistics_that_a_norm_learned_between_calls_are_seen(alone: bool) -> None:
+    source: Any = ConvNorm().eval()
+    optimized: Any = xopt.optimize(source, dtype=torch.float32, inplace=False)
+    x = torch.randn(4, 3, 8, 8)
+    for _ in range(2):
+        assert_alike(optimized, source, x)
+        for model in (source, optimized):
+            model.norm.train()
+            with torch.no_grad():
+                (model.norm if alone else model)(torch.ones(2, 8, 4, 4) if alone else x)
+            model.norm.eval()
+    assert_alike(optimized, source, x)
+    for model in (source, optimized):
+        model.norm.eps = 0.5
+    assert_alike(optimized, source, x)

@@ -22,6 +22,7 @@ from xopt.graph.state import Surroundings, attributes, is_of_user, own_classes
 from xopt.graph.symbol import CannotRecord
 
 OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) | {"forward"}  # which are asked for by themselves
+_COUNT = "num_batches_tracked"
 _WATCHED_BY_VALUE = (dict, list, set)  # by whoever makes the guard
 _CONTAINERS = (dict, list, set, deque)
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
@@ -137,8 +138,13 @@ def _is_constant(value: Any) -> bool:
 
 
 def _of_module(module: nn.Module) -> dict[str, Any]:
+    """Batches count: torch writes a norm's running statistics without raising their versions."""
     held = module.__dict__
-    return {name: held[name] for name in held if name not in OWN_ATTRIBUTES and not name.startswith("_xopt_")}
+    found = {name: held[name] for name in held if name not in OWN_ATTRIBUTES and not name.startswith("_xopt_")}
+    count = module._buffers.get(_COUNT)
+    if count is not None and not count.is_inference():
+        found[_COUNT] = count._version
+    return found
 
 
 def _of_object(owner: Any) -> dict[str, Any]:

@@ -62,6 +62,11 @@ def _versions(sources: tuple[Tensor | None, ...]) -> list[int] | None:
     return [0 if each is None else each._version for each in sources]
 
 
+def forget_folded(module: nn.Module) -> None:
+    """For a program that is made anew: the last one's guard may have seen what no version of a tensor tells."""
+    module.__dict__.pop(_FOLDED, None)
+
+
 def folded(
     module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...] | None, eps: float
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from torch.fx import Graph, Node
 from torch.nn import functional
 
+from xopt.graph.record import EXAMPLE
 from xopt.modules.activation import activation_of
-from xopt.modules.folded_norm import norm_of
+from xopt.modules.folded_norm import forget_folded, norm_of
 from xopt.modules.linear import linear
 from xopt.modules.pattern import (
     ADD,
@@ -61,6 +62,8 @@ def fuse_batch_norm(graph: Graph, target: Any, fits: Callable[[Node], bool] = la
             continue
         norm = norm_of(node)
         if norm is not None and fits(source):
+            layer: Any = source.args[0]
+            forget_folded(layer.meta[EXAMPLE])
             replace(graph, node, target, source.args, source.kwargs | norm | {"out_dtype": dtype_of(node)})
 
 
