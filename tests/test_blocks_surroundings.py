@@ -3,8 +3,10 @@ outside: programs do not outlive its changes, neither the model's own nor those 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
+import pickle
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -213,3 +215,43 @@ def test_statistics_that_a_norm_learned_between_calls_are_seen(alone: bool) -> N
     for model in (source, optimized):
         model.norm.eps = 0.5
     assert_alike(optimized, source, x)
+
+
+# ---- Forwards that an instance was given -----------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+        self.forward = self.chosen
+
+    def chosen(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return self.second(self.first(x)) * factor  # type: ignore[no-any-return]
+
+
+class Other(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(functional.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Pair, Other])
+def test_a_forward_that_the_instance_was_given_is_what_runs(kind: type, dtype: torch.dtype) -> None:
+    source = kind().eval()
+    source.forward = source.chosen
+    optimized = xopt.optimize(source, dtype=dtype, inplace=False)
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        for model in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+            for _ in range(2):
+                result = model(x, factor=2.0)
+                assert result.dtype == x.dtype
+                torch.testing.assert_close(result, source(x, factor=2.0), rtol=2e-2, atol=2e-2)
+        changed = copy.deepcopy(optimized)
+        changed.second.bias.add_(1)  # the copy's forward is of the copy
+        assert (changed(x) - optimized(x)).abs().min() > 0.5

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from xopt import sycl
 from xopt.config import Config
 from xopt.graph.autocast import autocast
-from xopt.modules.block import PROGRAMS, Block, Programs, can_be_block, is_small, run, source_forward
+from xopt.modules.block import PROGRAMS, Block, Forward, Programs, can_be_block, is_small, run, source_forward
 from xopt.modules.containers import map_tensors
 from xopt.modules.flow import device_type
 from xopt.modules.kept_class import keep_class
@@ -31,7 +32,7 @@ class RootForward:
     """Stands in a module's `forward` attribute, so that the module keeps its very class.
 
     Its module is held by a weak reference: a model that referred to itself would keep its memory until the garbage
-    collector comes round.
+    collector comes round. `own`: the forward that somebody had given the instance before, which is what runs inside.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class RootForward:
         dims: frozenset[int] = frozenset(),
         tuning: ModelTuning | None = None,
         backend: str = "cpu",
+        own: Callable[..., Any] | None = None,
     ) -> None:
+        self._own = own
         self._module = weakref.ref(module)
         self.tuning = tuning
         self._dims = dims
@@ -52,7 +55,7 @@ class RootForward:
         self._backend = backend
         self.left_to_cpu: set[str] = set()
         # Libraries look at the arguments that a model's forward takes.
-        self.__signature__ = inspect.signature(type(module).forward.__get__(module))
+        self.__signature__ = inspect.signature(own or type(module).forward.__get__(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -77,14 +80,21 @@ class RootForward:
             return self._layout.call(self._forward_restored, module, args, kwargs)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return run(module, source_forward(module), args, kwargs)
+        return run(module, self._source_forward(module), args, kwargs)
 
     def _forward_restored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With results of the source's dtype. A program has that recorded, so that what computes them writes it."""
         return run(module, self._restored, args, kwargs, results=self._source_dtype)
 
     def _restored(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return map_tensors(self._restore_dtype, source_forward(module)(module, *args, **kwargs))
+        return map_tensors(self._restore_dtype, self._source_forward(module)(module, *args, **kwargs))
+
+    def _source_forward(self, module: nn.Module) -> Forward:
+        return source_forward(module) if self._own is None else self._call_own
+
+    def _call_own(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert self._own is not None, "there is a forward to call"
+        return self._own(*args, **kwargs)
 
     def _restore_dtype(self, result: torch.Tensor) -> torch.Tensor:
         return result.to(self._source_dtype) if result.dtype == self._dtype else result
@@ -94,14 +104,14 @@ class RootForward:
         """torch.export says by it where a model's forward stands."""
         module = self._module()
         assert module is not None, "a forward outlived its module"
-        return inspect.unwrap(type(module).forward).__code__
+        return inspect.unwrap(self._own or type(module).forward).__code__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RootForward:
         module = self._module()
         assert module is not None, "a forward outlived its module"
         module = memo.get(id(module), module)
-        tuning = copy.deepcopy(self.tuning, memo)
-        return RootForward(module, self._dtype, self._source_dtype, self._dims, tuning, self._backend)
+        tuning, own = copy.deepcopy(self.tuning, memo), copy.deepcopy(self._own, memo)
+        return RootForward(module, self._dtype, self._source_dtype, self._dims, tuning, self._backend, own)
 
     def __reduce__(self) -> Any:
         return RootForward, (
@@ -111,24 +121,26 @@ class RootForward:
             self._dims,
             self.tuning,
             self._backend,
+            self._own,
         )
 
 
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
     """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images,
     for another backend, or because it is a block."""
-    if isinstance(module.__dict__.get("forward"), RootForward):
+    own = module.__dict__.get("forward")
+    if isinstance(own, RootForward):
         return
     if isinstance(module, OwnProducts):
         keep_class(module, OwnProducts)
-    small = can_be_block(module) or (isinstance(module, Block) and is_small(module))
+    small = can_be_block(module) or (isinstance(module, Block) and own is None and is_small(module))
     dims = image_dims(module)
     tuned = config.autotune != "off"
     runs = small or PROGRAMS in module.__dict__
     if dtype is None and not runs and not dims and not tuned and config.backend == "cpu":
         return
     tuning = ModelTuning(config.autotune) if tuned else None
-    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, tuning, config.backend)
+    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, tuning, config.backend, own)
     if small:
         module.__dict__[PROGRAMS] = Programs(config)
 
