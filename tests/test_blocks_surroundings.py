@@ -7,12 +7,14 @@ import copy
 import dataclasses
 import gc
 import pickle
+import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -185,6 +187,48 @@ def test_an_object_that_leads_back_to_the_model_does_not_keep_it() -> None:
     del optimized
     gc.collect()
     assert gone() is None
+
+
+# ---- Random numbers --------------------------------------------------------------------------------------------------
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.draw = draw
+        self.python, self.numpy = random.Random(3), numpy.random.default_rng(3)
+        self.old, self.torch = numpy.random.RandomState(3), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x))) * (1 + self.draw(self))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda model: random.random(),
+        lambda model: float(numpy.random.rand()),
+        lambda model: model.python.random(),
+        lambda model: float(model.numpy.random()),
+        lambda model: float(model.old.rand()),
+        lambda model: torch.rand(1).item(),
+        lambda model: 1.0 if torch.rand(()) > 0.5 else 2.0,
+        lambda model: torch.rand(1, generator=model.torch).item(),
+    ],
+    ids=["python", "numpy", "python's own", "numpy's own", "numpy's old own", "torch", "branch", "torch's own"],
+)
+def test_random_numbers_of_others_are_drawn_in_each_call(draw: Callable[[Any], float]) -> None:
+    source = Drawing(draw).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32, inplace=False)
+    results = []
+    for model in (source, optimized):
+        random.seed(1)
+        numpy.random.seed(1)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            results.append(torch.stack([model(X) for _ in range(8)]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 # ---- Running statistics ----------------------------------------------------------------------------------------------

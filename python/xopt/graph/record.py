@@ -95,6 +95,18 @@ def is_fresh(target: Any) -> bool:
     return name in _FRESH or name in _BLANK
 
 
+# What makes plain numbers, which no step of a program would make anew, of tensors.
+_GIVING_NUMBERS = (
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__complex__",
+    "__index__",
+    "__array__",
+)
 _TRANSPOSING: dict[Any, str] = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT")}
 in_floats: dict[Any, Callable[..., Any]] = {}
 """By function: what computes it in fp32 under autocast, where a forward has itself made its first argument fp32."""
@@ -116,6 +128,8 @@ class _WeightsToo(TorchFunctionMode):
             return recorder.call(function, *args, **kwargs)
         name = getattr(function, "__name__", "")
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
+            if name in _GIVING_NUMBERS and recorder.has_drawn():
+                raise CannotRecord("it makes random numbers")
             result = function(*args, **kwargs)
             recorder.constants.note(result, function, args, kwargs)
             return result

@@ -10,14 +10,18 @@ import contextlib
 import dis
 import functools
 import gc
+import importlib
 import itertools
+import pickle
+import random
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from xopt.graph.symbol import CannotRecord, Symbol, active, is_symbolic
@@ -66,6 +70,7 @@ class State:
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._codes: set[CodeType] = set()
         self._asked: dict[Any, list[str]] = {}
+        self._generators = [(*each, pickle.dumps(each[0]())) for each in _generators(root)]
         self._packages = {_package(type(module).__module__) for module in root.modules()} - _LIBRARIES
         self._keep_all(_contents_of(arguments))
         for module in root.modules():
@@ -122,7 +127,8 @@ class State:
         rebound = [names[name] for names, name, value in self._globals.values() if not _same(names.get(name), value)]
         kept = (contents.differs_in_numbers_alone() for contents in self._kept.values())
         classes = (_same_items(attributes(kind), before) for kind, before in self._classes.items())
-        return all(kept) and all(classes) and all(type(value) in _NUMBERS for value in rebound)
+        drawn = any(pickle.dumps(get()) != state for get, _, state in self._generators)
+        return not drawn and all(kept) and all(classes) and all(type(value) in _NUMBERS for value in rebound)
 
     def restore(self) -> str | None:
         """Puts everything back; what was changed, in words."""
@@ -142,6 +148,10 @@ class State:
             if not _same(names.get(name), value):
                 changed = f"the global {name} is changed"
                 names[name] = value
+        for get, put, state in self._generators:
+            if pickle.dumps(get()) != state:
+                changed = "random numbers are drawn"
+                put(pickle.loads(state))
         return changed
 
 
@@ -194,6 +204,28 @@ def _contents_of(values: Iterable[Any]) -> Iterable[_Contents]:
             yield from _contents_of(value)
         elif is_of_user(value) and type(getattr(value, "__dict__", None)) is dict:
             yield _Contents(value.__dict__, value)
+
+
+def _generators(root: nn.Module) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Of random numbers, Python's, numpy's and those of modules: what gives the state of each, and what sets it. Not
+    torch's own: steps that draw from it do so in each call."""
+    yield random.getstate, random.setstate
+    # numpy itself loads this part when it is first asked for, which may be in the forward.
+    numbers = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
+    if numbers is not None:
+        yield numbers.get_state, numbers.set_state
+    for module in root.modules():
+        for value in module.__dict__.values():
+            kind = type(value)
+            if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+                yield value.getstate, value.setstate
+            elif numbers is not None and issubclass(kind, numbers.RandomState):
+                yield value.get_state, value.set_state
+            elif numbers is not None and issubclass(kind, numbers.Generator):
+                source = value.bit_generator
+                yield functools.partial(getattr, source, "state"), functools.partial(setattr, source, "state")
+            elif issubclass(kind, torch.Generator):
+                yield value.get_state, value.set_state
 
 
 def is_of_user(value: Any) -> bool:
