@@ -261,6 +261,48 @@ def test_statistics_that_a_norm_learned_between_calls_are_seen(alone: bool) -> N
     assert_alike(optimized, source, x)
 
 
+# ---- Hooks on all modules --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_on_all_modules_are_called_for_those_inside(inside: bool) -> None:
+    source, optimized = model_of(inside)
+    hooks = nn.modules.module
+    names: list[str] = []
+
+    def count(module: nn.Module, *_: Any) -> None:
+        names.append(type(module).__name__)
+
+    def double(module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
+        return result * 2 if isinstance(module, nn.GroupNorm) else None
+
+    for register, hook in (
+        (hooks.register_module_forward_pre_hook, count),
+        (hooks.register_module_forward_hook, count),
+        (hooks.register_module_forward_hook, double),
+    ):
+        handle = register(hook)  # type: ignore[arg-type]
+        try:
+            assert_alike(optimized, source)
+            assert hook is double or names[: len(names) // 2] == names[len(names) // 2 :] != []
+        finally:
+            handle.remove()
+            names.clear()
+    before = calls()["gemm"]
+    with torch.no_grad():
+        optimized(X)
+    assert calls()["gemm"] - before == 2 + inside
+
+
+def test_hooks_that_only_look_on_leave_programs_alone() -> None:
+    _, optimized = model_of(inside=False)
+    before = calls()
+    with torch.utils.flop_counter.FlopCounterMode(display=False), torch.no_grad():
+        optimized(X)
+    assert calls()["gemm"] - before["gemm"] == 2
+    assert optimized.__dict__["_xopt_programs"]._failures == 0
+
+
 # ---- Forwards that an instance was given -----------------------------------------------------------------------------
 
 

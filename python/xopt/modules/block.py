@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from xopt.config import Config
 from xopt.graph.autocast import is_inside
@@ -178,6 +179,8 @@ def run(
     programs: Programs | None = module.__dict__.get(PROGRAMS)
     if programs is None or module.training or torch.compiler.is_compiling() or torch._C._is_tracing():
         return forward(module, *args, **kwargs)
+    if (_global_forward_hooks or _global_forward_pre_hooks) and _globally_hooked():
+        return forward(module, *args, **kwargs)
     if active.recorder is not None and not has_symbolic_objects(args, kwargs):
         return active.recorder.call_with_weights(module, forward, args, kwargs)
     if is_transformed():
@@ -207,6 +210,13 @@ def run(
     else:
         programs.add(module, forward, key, args, kwargs)  # for the next call of these sizes
     return forward(module, *args, **kwargs)
+
+
+def _globally_hooked() -> bool:
+    """Whether somebody's hook is called for all modules. Torch's own and the profiler's only look on, and are to see
+    what happens without them."""
+    hooks = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
+    return any(not (getattr(hook, "__module__", None) or "").startswith(("torch.", "xopt.")) for hook in hooks)
 
 
 def _wants_gradient(module: nn.Module, values: list[Any]) -> bool:
