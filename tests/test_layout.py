@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +143,45 @@ def test_padding_of_any_kind_keeps_the_dtype_of_the_callers_autocast(mode: Any, 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         x = torch.randn(1, 8, 6, 6)
         assert optimized(x).dtype == source(x).dtype == torch.bfloat16
+
+
+class Mixer(nn.Module):
+    """Tokens between convolutions, as attention in a VAE's decoder."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(channels, 24, 3, padding=1), nn.Conv2d(24, channels, 3, padding=1)
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        image = functional.silu(self.first(image))
+        batch, channels, height, width = image.shape
+        tokens = self.linear(image.flatten(2).transpose(1, 2)).transpose(1, 2)
+        return self.second(tokens.reshape(batch, channels, height, width).contiguous())  # type: ignore[no-any-return]
+
+
+class Coder(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Mixer(channels), Mixer(channels)
+
+    def decode(self, image: torch.Tensor) -> torch.Tensor:
+        return self.decoder(image)  # type: ignore[no-any-return]
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encoder(image))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("channels", [4, 20])
+def test_other_methods_answer_as_the_source_does(channels: int, copied: bool) -> None:
+    source = Coder(channels).eval()
+    optimized = xopt.optimize(source)
+    if copied:
+        optimized = copy.deepcopy(optimized)
+    image = torch.randn(2, channels, 6, 6)
+    for _ in range(2):
+        with torch.no_grad():
+            for expected, got in ((source.decode(image), optimized.decode(image)), (source(image), optimized(image))):
+                torch.testing.assert_close(got, expected)
+                assert got.stride() == expected.stride()

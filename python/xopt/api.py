@@ -146,8 +146,7 @@ def _make_blocks(
         if part is not model:
             make_block(part, config)
     make_root(model, config, inside, source_dtype)
-    if inside is not None and source_dtype is not None:
-        set_flow(model, Flow(inside, source_dtype))
+    set_flow(model, None if inside is None or source_dtype is None else Flow(inside, source_dtype))
 
 
 def _read_options(options: dict[str, Any], config: Config) -> Config:

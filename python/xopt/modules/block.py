@@ -26,9 +26,11 @@ from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.chain_graph import chain_steps
+from xopt.modules.channels_last import is_entered
 from xopt.modules.flow import Flow
 from xopt.modules.gradients import is_transformed
 from xopt.modules.kept_class import as_derived
+from xopt.modules.layout import Layout, image_dims
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
 from xopt.modules.substitute import run_substituted
 
@@ -55,10 +57,12 @@ Forward = Callable[..., Any]
 class Programs:
     """A block's programs by the kind of call. Copies of the module start with none."""
 
-    def __init__(self, config: Config, flow: Flow | None = None) -> None:
+    def __init__(self, config: Config, flow: Flow | None = None, dims: frozenset[int] = frozenset()) -> None:
         self.config = config
         self.flow = flow
         """Of a model that was optimized to another dtype."""
+        self.layout = Layout(dims) if dims else None
+        """Of a part of a model with convolutions, for those who enter it themselves."""
         self.fused: list[str] = []
         """What the programs fuse, in words."""
         self.problem: str | None = None
@@ -152,10 +156,13 @@ class Programs:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Programs:
-        return Programs(self.config, self.flow)
+        return Programs(self.config, self.flow, self._dims())
 
     def __reduce__(self) -> Any:
-        return Programs, (self.config, self.flow)
+        return Programs, (self.config, self.flow, self._dims())
+
+    def _dims(self) -> frozenset[int]:
+        return frozenset() if self.layout is None else self.layout.given
 
 
 def apply_patterns(recorder: Recorder, config: Config) -> list[str]:
@@ -185,6 +192,12 @@ def run(
         return active.recorder.call_with_weights(module, forward, args, kwargs)
     if is_transformed():
         return forward(module, *args, **kwargs)
+    if programs.layout is not None and not is_entered():
+
+        def inside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return run(module, forward, args, kwargs, results)
+
+        return programs.layout.call(inside, module, args, kwargs)
     key, values = signature(args, kwargs)
     if programs.flow is not None and key[0] is key[1] is None and not is_inside():
         return programs.flow.enter(run, module, forward, args, kwargs)
@@ -279,11 +292,16 @@ def make_block(module: nn.Module, config: Config) -> bool:
     return True
 
 
-def set_flow(model: nn.Module, flow: Flow) -> None:
+def set_flow(model: nn.Module, flow: Flow | None) -> None:
+    """What blocks need to know that somebody enters by a method which is not the model's forward."""
+    has_images = bool(image_dims(model))
     for part in model.modules():
         programs: Programs | None = part.__dict__.get(PROGRAMS)
-        if programs is not None:
-            programs.flow = flow
+        if programs is None:
+            continue
+        programs.flow = flow
+        dims = image_dims(part) if has_images and part is not model else frozenset()
+        programs.layout = Layout(dims) if dims else None
 
 
 def can_be_block(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import threading
 class _Inside(threading.local):
     model = False
     as_torch = False
+    entered = False
 
 
 _inside = _Inside()
@@ -19,6 +20,22 @@ _inside = _Inside()
 def is_inside() -> bool:
     """Whether this thread runs such a model."""
     return _inside.model
+
+
+def is_entered() -> bool:
+    """Whether this thread runs a model, or a block of one, whose layout somebody sees to."""
+    return _inside.entered
+
+
+class entered:  # noqa: N801
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _inside.entered
+        _inside.entered = True
+
+    def __exit__(self, *problem: object) -> None:
+        _inside.entered = self._before
 
 
 def answers_as_torch() -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx import Graph
 
 from xopt.modules.base import has_kernels
-from xopt.modules.channels_last import as_torch, inside, is_inside
+from xopt.modules.channels_last import as_torch, entered, inside, is_inside
 from xopt.modules.containers import map_tensors
 from xopt.modules.conv import PackedConv, weight_is_channels_last
 from xopt.modules.conv_transpose import PackedConvTranspose
@@ -71,6 +71,7 @@ class Layout:
     """`dims`: see `image_dims`. Sequences (3) are never laid out anew, but a convolution answers them as it likes."""
 
     def __init__(self, dims: frozenset[int]) -> None:
+        self.given = dims
         self._dims = dims & _FORMATS.keys()
         self._plays_no_part = not dims
         self._takes_views = False
@@ -83,6 +84,12 @@ class Layout:
         """`forward(module, args, kwargs)` with images in another layout."""
         if self._plays_no_part or torch.compiler.is_compiling() or torch._C._is_tracing():
             return forward(module, args, kwargs)
+        with entered():
+            return self._call(forward, module, args, kwargs)
+
+    def _call(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self._takes_views:
             with as_torch():
                 return forward(module, args, kwargs)
@@ -106,7 +113,7 @@ class Layout:
                 before.restore()
             self._takes_views = True
             _log.info("%s: computes in the layout of its input, since it takes views", type(module).__name__)
-            return self.call(forward, module, args, kwargs)
+            return self._call(forward, module, args, kwargs)
         self._was_right = True
         for image, copy in copies:
             if copy._version > 0:
