@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -120,3 +121,33 @@ def test_what_torch_refuses_in_the_source_too_stays_an_error() -> None:
     optimized = xopt.optimize(Whole(scattered).eval(), dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="masked_scatter"):
         optimized(torch.randint(0, 30, (2, 7)), torch.ones(2, 7).bool())
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mv": lambda weight, x: torch.mv(weight, x[0]),
+    "mv of a part": lambda weight, x: weight[:5].mv(x[0]),
+    "tensordot": lambda weight, x: torch.tensordot(x, weight, dims=([1], [0])),
+    "multi_dot": lambda weight, x: torch.linalg.multi_dot([x, weight, weight]),
+    "einsum of three": lambda weight, x: torch.einsum("bi,oi,bj->boj", x, weight, x),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_layers_weights_are_factors_in_any_dtype(name: str, mode: Callable[[], AbstractContextManager[None]]) -> None:
+    class Multiplies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), PRODUCTS[name](self.layer.weight, x)
+
+    torch.manual_seed(0)
+    source, x = Multiplies().eval(), torch.randn(4, WIDTH)
+    optimized = xopt.optimize(source, dtype=torch.bfloat16)
+    with mode():
+        for _ in range(3):
+            got, expected = optimized(x)[1], source(x)[1]
+            assert got.dtype == torch.float32
+            assert (got - expected).norm() <= 0.03 * expected.norm()

@@ -15,11 +15,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.substitute import are_plain, in_place_of
 
 
 def _is_floating(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and are_plain(value) and value.is_floating_point()
+    is_known = isinstance(value, Tensor) and (are_plain(value) or type(value) is PackedParameter)
+    return is_known and value.is_floating_point()
 
 
 def _in_what_is_written(function: Any, place: int, name: str, *args: Any, **named: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xopt.graph.record import active
 from xopt.modules.packed_layout import (
@@ -342,8 +342,7 @@ class PackedParameter(nn.Parameter):
                 return view
             if _gives_views(func) and type(args[0]) is cls:
                 return _written_view(func, args, kwargs)
-            args, kwargs = tree_map_only(cls, lambda parameter: parameter.unpack(), (args, kwargs))
-            return func(*args, **kwargs)
+            return _of_plain(func, *tree_map_only(cls, lambda parameter: parameter.unpack(), (args, kwargs)))
         # A private copy, so that nobody who holds the shared one sees it change before the values are packed.
         plain: dict[int, tuple[PackedParameter, Tensor]] = {}
 
@@ -386,6 +385,23 @@ def _view(func: Any, of: PackedParameter, *numbers: int) -> PackedParameter | No
     last = [of.ndim - 2, of.ndim - 1]
     exchanged = not numbers or sorted(number % of.ndim for number in numbers) == last
     return of.turned() if exchanged and not of.place.split else None
+
+
+def _of_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """In inference mode functions come here that torch has not taken apart, of which autocast knows nothing: what these
+    refuse for its dtypes, they get in the widest."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        if len(dtypes) < 2:
+            raise
+    widest = functools.reduce(torch.promote_types, dtypes)
+    args, kwargs = tree_map_only(
+        Tensor, lambda tensor: tensor.to(widest) if tensor.is_floating_point() else tensor, (args, kwargs)
+    )
+    return func(*args, **kwargs)
 
 
 @functools.cache
