@@ -61,3 +61,26 @@ def test_the_users_own_autocast_decides() -> None:
         expected, got = source(x), optimized(x)
     assert got.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(got, expected, atol=0.1, rtol=0.05)
+
+
+class TwicePaired(nn.Module):
+    """One layer is in two gated pairs, of which only one can be packed as a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.third(x) * functional.silu(self.first(x)), self.second(x) * functional.silu(self.first(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_pairs_that_are_not_packed_as_such_have_the_sources_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    source, x = TwicePaired().eval(), torch.randn(2, 5, WIDTH)
+    optimized = xopt.optimize(source, dtype=dtype)
+    for _ in range(2):
+        for got, exact in zip(optimized(x), source(x), strict=True):
+            assert got.dtype == torch.float32
+            assert (got - exact).norm() < 1e-2 * exact.norm()

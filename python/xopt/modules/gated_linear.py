@@ -85,7 +85,8 @@ def gated_linear(
     weights: list[Any] = [weight_of(gate), weight_of(up)]
     packed = all(type(weight) is PackedParameter for weight in weights)
     if not packed or not (are_pair(*weights) or pack_as_pair(*weights)):
-        return ACTIVATIONS[activation](linear(gate, input), alpha, beta) * linear(up, input)
+        gates, ups = (linear(module, input, out_dtype=out_dtype) for module in (gate, up))
+        return ACTIVATIONS[activation](gates, alpha, beta) * ups
     return gated_product(  # type: ignore[no-any-return]
         input,
         weights[0].place.packed,
