@@ -69,8 +69,31 @@ class OnValue(nn.Linear):
         return input @ self.weight.T + self.bias if input.sum() > -1e9 else input
 
 
-PLAIN = [WrittenOut, BiasFirst, Called]
-OTHERS = [Doubled, NotTransposed, WithoutBias, BiasTwice, Switched, Noisy, OnValue]
+class ByDims(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        product = input @ self.weight.T + self.bias
+        return product if input.dim() == 3 else product * 2
+
+
+class BySize(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        product = input @ self.weight.T + self.bias
+        return product if input.shape[0] < 3 else product * 2
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return functional.linear(x, self.weight if mask is None else self.weight * mask, self.bias)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor, *added: Tensor, scale: float = 1.0) -> Tensor:
+        product = functional.linear(input, self.weight, self.bias)
+        return (product + sum(added) if added else product) * scale if scale != 1.0 or added else product
+
+
+PLAIN = [WrittenOut, BiasFirst, Called, Masked, Scaled]
+OTHERS = [Doubled, NotTransposed, WithoutBias, BiasTwice, Switched, Noisy, OnValue, ByDims, BySize]
 
 
 def model_of(kind: type[nn.Linear], bias: bool = True) -> nn.Sequential:
@@ -108,4 +131,42 @@ def test_another_forward_stays(kind: type[nn.Linear]) -> None:
     for switched in (False, False, True):
         for model in (source, optimized):
             model[0].doubled = switched  # type: ignore[assignment]
-        torch.testing.assert_close(optimized(X), source(X), rtol=1e-4, atol=1e-4)
+        for x in (X, X[:1], X[0]):
+            torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-4)
+
+
+CALLS: list[tuple[type[nn.Linear], tuple[Any, ...], dict[str, Any]]] = [
+    *((kind, (X,), {}) for kind in (WrittenOut, Masked, Scaled)),
+    (WrittenOut, (), {"input": X}),
+    (Masked, (), {"x": X}),
+    (Masked, (X, None), {}),
+    (Masked, (X, torch.eye(48)), {}),
+    (Masked, (), {"x": X, "mask": torch.eye(48)}),
+    (Scaled, (), {"input": X, "scale": 2.0}),
+    (Scaled, (X, X, X), {"scale": 3.0}),
+]
+
+
+class Calls(nn.Module):
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.layer, self.last = kind(48, 48), nn.Linear(48, 48)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.last(self.layer(*args, **kwargs).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("call", range(len(CALLS)))
+@torch.no_grad()
+def test_it_takes_what_the_source_takes(call: int, dtype: torch.dtype) -> None:
+    kind, args, kwargs = CALLS[call]
+    source = Calls(kind).eval()
+    optimized: Any = xopt.optimize(source, dtype=dtype)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    for _ in range(2):
+        expected = source(*args, **kwargs)
+        torch.testing.assert_close(optimized(*args, **kwargs), expected, rtol=tolerance, atol=tolerance)
+    if dtype == torch.float32:
+        expected = source.layer(*args, **kwargs)
+        torch.testing.assert_close(optimized.layer(*args, **kwargs), expected, rtol=tolerance, atol=tolerance)

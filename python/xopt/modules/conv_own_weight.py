@@ -180,7 +180,7 @@ def _multiplies_with_its_own(module: Any) -> bool:
 
 def _recorded_formula(module: Any, kind: type) -> Formula | None:
     """Of what the forward of this class ends in a convolution with."""
-    result = recorded_result(module, *_smallest_input(module)[1:], kind=kind)
+    result = recorded_result(module, _smallest_input(module), kind=kind)
     if not is_call(result, *_CONVOLUTIONS):
         return None
     names = {f":{name}": name for name in (*module._parameters, *module._buffers)}

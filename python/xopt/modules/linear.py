@@ -98,8 +98,20 @@ class PackedLinear(Replacement, PackedProduct, nn.Linear):
 
     @classmethod
     def replace(cls, module: nn.Linear, context: Context) -> str:
-        leads_here = own_forward(module, nn.Linear) and forward_problem(module, nn.Linear) is None
-        return cls.pack(module, context, below=leads_here and not says_the_same(module))
+        if not own_forward(module, nn.Linear):
+            return cls.pack(module, context)
+        below = forward_problem(module, nn.Linear) is None and not says_the_same(module)
+        return (cls if below else PackedWrittenOut).pack(module, context, below)
+
+
+class PackedWrittenOut(PackedLinear):
+    """Of a class with a forward of its own that says what nn.Linear's does, when it is given a tensor alone. It may
+    take more than that, by any name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            return self.product(args[0])
+        return super(PackedState, self).forward(*args, **kwargs)  # the source's own
 
 
 @in_place_of(functional.linear, switch="weights_prepack")

@@ -23,7 +23,7 @@ from xopt.graph.symbol import Symbol
 from xopt.modules.base import Context, Replacement
 from xopt.modules.linear import PackedProduct
 from xopt.modules.packed_state import PackedState
-from xopt.modules.plain_forward import is_product, is_still, read_of, recorded_result
+from xopt.modules.plain_forward import is_product, is_still, read_of, results_of_rows
 from xopt.modules.product import product_problem
 
 _FORM = "_xopt_form"  # in a module's __dict__
@@ -97,12 +97,23 @@ def _form_of(module: Any) -> Form | None:
     if not isinstance(forward, FunctionType) or "forward" in module.__dict__:
         return None
     watched, defaults = read_of(module, forward.__code__), _defaults(forward)
-    recorded = None if watched is None or defaults is None else recorded_result(module, module.in_features)
+    if watched is None or defaults is None:
+        return None
+    around = (_around_product(result, module.bias is not None) for result in results_of_rows(module))
+    first = next(around)
+    if first is None or any(other != first for other in around):
+        return None
+    return Form(*first, tuple(watched), tuple(defaults))
+
+
+def _around_product(recorded: Any, with_bias: bool) -> tuple[tuple[Any, ...] | None, int] | None:
+    """What a recorded forward returns beside its product, and where that stands; None: it has none."""
     result = recorded if type(recorded) is tuple else (recorded,)
     places = [place for place, value in enumerate(result) if isinstance(value, Node)]
-    if len(places) != 1 or not is_product(result[places[0]], with_bias=module.bias is not None):
+    if len(places) != 1 or not is_product(result[places[0]], with_bias):
         return None
-    return Form(result if type(recorded) is tuple else None, places[0], tuple(watched or ()), tuple(defaults or ()))
+    (place,) = places
+    return ((*result[:place], None, *result[place + 1 :]) if type(recorded) is tuple else None), place
 
 
 def _defaults(forward: FunctionType) -> list[tuple[str, Any]] | None:

@@ -7,6 +7,7 @@ than that product, and where it looks at nothing of the module that might be ano
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from types import CodeType, MethodType
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.fx import Graph
 from torch.nn import functional
 
-from xopt.graph.record import record
+from xopt.graph.record import expect, record
 from xopt.modules.base import derive, own_forward, plain_parameter_problem
 from xopt.modules.block import TensorBlock
 from xopt.modules.pattern import ADD, argument, is_call, operands, transposed_matrix
@@ -31,8 +32,8 @@ def says_the_same(module: nn.Linear) -> bool:
         return False
     if plain_parameter_problem(module, "weight"):
         return False
-    result = recorded_result(module, module.in_features)
-    return is_product(result, with_bias=module.bias is not None)
+    with_bias = module.bias is not None
+    return all(is_product(result, with_bias) for result in results_of_rows(module))
 
 
 def _looks_elsewhere(module: nn.Linear) -> bool:
@@ -64,21 +65,27 @@ def is_still(module: nn.Module, name: str, value: Any) -> bool:
     return now is value or (type(value) in _SIMPLE and type(now) is type(value) and now == value)
 
 
-def recorded_result(module: Any, *sizes: int, kind: Any = None) -> Any:
-    """What the record of a forward returns for a single tensor that ends in these sizes; None: it cannot be
-    recorded. `kind`: the class whose forward it is; None: the module's."""
+def results_of_rows(module: Any) -> Iterator[Any]:
+    """What the forward of a layer returns for rows of two, three and four dimensions, whatever their sizes are."""
+    return (recorded_result(module, (*(1,) * dims, module.in_features), any_sizes=True) for dims in (2, 1, 3))
+
+
+def recorded_result(module: Any, shape: tuple[int, ...], *, kind: Any = None, any_sizes: bool = False) -> Any:
+    """What the record of a forward returns for a single tensor; None: it cannot be recorded. `kind`: the class whose
+    forward it is; None: the module's. `any_sizes`: None as well where it branches on sizes."""
     try:
-        graph = _recorded(module, kind or type(module), sizes)
+        graph = _recorded(module, kind or type(module), shape)
     except Exception:  # whatever a forward does when it meets a symbol: then it is another one
+        return None
+    if any_sizes and any(node.target is expect for node in graph.nodes):
         return None
     return next(node for node in graph.nodes if node.op == "output").args[0]
 
 
-def _recorded(module: Any, kind: Any, sizes: tuple[int, ...]) -> Graph:
+def _recorded(module: Any, kind: Any, shape: tuple[int, ...]) -> Graph:
     """Of a stand-in whose parameters and buffers have no values, so that nothing is computed."""
     derived: Any = derive(TensorBlock, kind)
     stand_in = derived.__new__(derived)
-    shape = (1, *((1,) if len(sizes) == 1 else ()), *sizes)
     with torch._C.DisableTorchFunction():  # the module may be part of a block that is being recorded
         parameters = {
             name: None if value is None else nn.Parameter(value.detach().to("meta"), requires_grad=False)
