@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,41 @@ def test_a_cached_function_of_a_size_leaves_the_size_open() -> None:
         for length in range(1, 12):  # more than there are programs for
             model(torch.randn(2, length, 64))
     assert rows_of.cache_info().currsize == 0, "the forward itself has run"
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: torch.zeros(x.shape[0], x.shape[1], 64),
+    "zeros of one": lambda x: torch.zeros(x.shape[1], 64, dtype=x.dtype) + torch.ones(x.shape[1])[:, None],
+    "eye": lambda x: torch.eye(x.shape[1], 64),
+    "linspace": lambda x: torch.linspace(0, 1, x.shape[1])[:, None],
+    "tensor": lambda x: torch.tensor([[x.shape[1], 2.0]]).repeat(1, 32),
+    "expand": lambda x: torch.ones(1, 1, 64).expand(x.shape[0], x.shape[1], -1),
+    "part": lambda x: torch.arange(512)[: x.shape[1], None],
+    "rest of a sum": lambda x: torch.full((x.shape[1] + 2, 64), x.shape[1] / 3)[2:],
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_tensors_made_by_sizes_leave_the_sizes_open(name: str, context: Any) -> None:
+    runs = itertools.count()
+
+    class Made(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            next(runs)
+            return super().forward(x) + MADE[name](x)
+
+    source = Made().eval()
+    optimized = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+    source = copy.deepcopy(source)
+    with context():
+        optimized(X)
+        before = next(runs)
+        for x in (X, X[:, :3], X[:1]):
+            result = optimized(x)
+            assert next(runs) == before + 1, "the module's own forward ran again"
+            torch.testing.assert_close(result, source(x))
+            before = next(runs)
 
 
 def test_sizes_are_returned_as_torchs() -> None:

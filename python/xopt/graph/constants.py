@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xopt.graph.symbol import Symbol
-
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST_VALUES = 256  # that a call may have, which a program has written out
 
@@ -63,6 +61,4 @@ def _values(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return (
-        type(value) in _PLAIN or type(value) is torch.Tensor or (type(value) is Symbol and type(value._example) is int)
-    )
+    return type(value) in _PLAIN or type(value) is torch.Tensor

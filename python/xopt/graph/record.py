@@ -27,8 +27,11 @@ from xopt.graph.signature import fill, is_tensor, signature
 from xopt.graph.state import State, Surroundings, collector_paused, left_behind
 from xopt.graph.symbol import (
     CannotRecord,
+    SizeSymbol,
     Symbol,
     SymbolicSize,
+    has_symbolic_objects,
+    is_symbol,
     is_symbolic,
     named_results,
     native,
@@ -124,8 +127,10 @@ class _WeightsToo(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recorder = self._recorder
-        if function is torch.tensor and args and type(args[0]) is Symbol:  # a size
-            return recorder.call(function, *args, **kwargs)
+        if is_symbolic(args, kwargs) and not has_symbolic_objects(args, kwargs):  # sizes, and what is no symbol
+            return recorder.call(
+                operator.getitem if function is torch.Tensor.__getitem__ else function, *args, **kwargs
+            )
         name = getattr(function, "__name__", "")
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
             if name in _GIVING_NUMBERS and recorder.has_drawn():
@@ -138,8 +143,6 @@ class _WeightsToo(TorchFunctionMode):
         if name == "__get__":  # a dtype, a shape
             return function(*args, **kwargs)
         if is_symbolic(args, kwargs):
-            if function is torch.Tensor.__getitem__:  # a part of a buffer, which sizes tell
-                return recorder.call(operator.getitem, *args)
             return function(*args, **kwargs)
         if writes(name):
             raise CannotRecord("it changes a parameter in place")
@@ -320,7 +323,7 @@ class Recorder:
             self.watched.append((holder, name, getattr(holder, name, None)))
 
     def examples(self, value: Any) -> Any:
-        return _map(value, lambda item: item._example if type(item) is Symbol else item)
+        return _map(value, lambda item: item._example if is_symbol(item) else item)
 
     def knows(self, value: Any) -> bool:
         """Whether this is a parameter or a buffer of the block."""
@@ -341,7 +344,9 @@ class Recorder:
 
     def _wrap(self, node: Node, example: Any) -> Any:
         kind = type(example)
-        if isinstance(example, torch.Tensor) or kind in (int, float):
+        if kind is int:
+            return SizeSymbol(self, node, example)
+        if isinstance(example, torch.Tensor) or kind is float:
             return Symbol(self, node, example)
         if kind in (tuple, list, torch.Size) or kind.__module__ == torch.return_types.__name__:
             items: list[Any] = []
@@ -361,7 +366,7 @@ class Recorder:
         return _map(value, self._node)
 
     def _node(self, value: Any) -> Any:
-        if type(value) is Symbol:
+        if is_symbol(value):
             if value._recorder is not self:
                 raise CannotRecord("it keeps a tensor from another recording")
             return value._node
@@ -438,7 +443,7 @@ class Recorder:
             return type(result)(self._made(item) for item in result)
         if type(result) is dict:
             return {name: self._made(item) for name, item in result.items()}
-        if type(result) is not Symbol and not isinstance(result, (type(None), bool, int, float, str)):
+        if not is_symbol(result) and not isinstance(result, (type(None), bool, int, float, str)):
             raise CannotRecord(f"it returns a {type(result).__name__}")
         return result
 

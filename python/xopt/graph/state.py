@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from xopt.graph.symbol import CannotRecord, Symbol, active, is_symbolic
+from xopt.graph.symbol import CannotRecord, Symbol, active, is_symbol, is_symbolic
 
 _CACHED: type = type(functools.lru_cache(int))
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # subclasses before their bases
@@ -318,6 +318,6 @@ def _clear_caches() -> None:
 
 def _leads_to_symbol(value: Any, steps: int) -> bool:
     """A cache refers to a dictionary, that to keys and links, and these to arguments and results."""
-    if type(value) is Symbol or steps == 0:
-        return type(value) is Symbol
+    if is_symbol(value) or steps == 0:
+        return is_symbol(value)
     return any(_leads_to_symbol(each, steps - 1) for each in gc.get_referents(value))

@@ -242,7 +242,7 @@ class Symbol:
 
     def __getitem__(self, key: Any) -> Any:
         part = self._recorder.call(operator.getitem, self, key)
-        if type(part) is Symbol:
+        if is_symbol(part):
             part._part_of = self, key
         return part
 
@@ -263,6 +263,22 @@ class SymbolicSize(tuple[Any, ...]):
 
     def __add__(self, other: tuple[Any, ...]) -> Any:
         return SymbolicSize(tuple.__add__(self, other))
+
+
+class SizeSymbol(Symbol):
+    """Stands for a size or what is made of sizes. Torch's native code takes it for a symbolic one of its own, among
+    numbers as well, and hands over to the recording whatever is called with one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return int if native.isinstances else torch.SymInt
+
+
+def is_symbol(value: Any) -> bool:
+    """Whether it is one, whatever it claims to be."""
+    return type(value) is Symbol or type(value) is SizeSymbol
 
 
 def _is_number(symbol: Symbol) -> bool:
@@ -373,7 +389,7 @@ def within(dtype: torch.dtype, value: Any) -> Any:
 
 def symbols_in(value: Any) -> Iterator[Symbol]:
     """All symbols in a value and the containers that a forward is called with."""
-    if type(value) is Symbol:
+    if is_symbol(value):
         yield value
     elif type(value) in (tuple, list, SymbolicSize):
         for item in value:
