@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.fx import Graph, Node
-from torch.overrides import TorchFunctionMode
 
 from xopt.graph.autocast import CASTS, is_own, widens
 from xopt.graph.constants import Constants, are_same
+from xopt.graph.native import native
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.signature import fill, is_tensor, signature
@@ -30,16 +30,14 @@ from xopt.graph.symbol import (
     SizeSymbol,
     Symbol,
     SymbolicSize,
-    has_symbolic_objects,
     is_symbol,
-    is_symbolic,
     named_results,
-    native,
     opaque_reads,
     without_writing,
     writes,
 )
 from xopt.graph.symbol import active as active
+from xopt.graph.weights import WeightsToo
 
 
 class OtherSizes(Exception):
@@ -98,56 +96,8 @@ def is_fresh(target: Any) -> bool:
     return name in _FRESH or name in _BLANK
 
 
-# What makes plain numbers, which no step of a program would make anew, of tensors.
-_GIVING_NUMBERS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__complex__",
-    "__index__",
-    "__array__",
-)
-_TRANSPOSING: dict[Any, str] = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT")}
 in_floats: dict[Any, Callable[..., Any]] = {}
 """By function: what computes it in fp32 under autocast, where a forward has itself made its first argument fp32."""
-
-
-class _WeightsToo(TorchFunctionMode):
-    """Records what a forward does to parameters and buffers alone (Gemma's 1 + weight) as steps of its own.
-
-    Constants that a forward makes are no symbols: a function may keep what it returns (functools.lru_cache)."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        recorder = self._recorder
-        if is_symbolic(args, kwargs) and not has_symbolic_objects(args, kwargs):  # sizes, and what is no symbol
-            return recorder.call(
-                operator.getitem if function is torch.Tensor.__getitem__ else function, *args, **kwargs
-            )
-        name = getattr(function, "__name__", "")
-        if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
-            if name in _GIVING_NUMBERS and recorder.has_drawn():
-                raise CannotRecord("it makes random numbers")
-            result = function(*args, **kwargs)
-            recorder.constants.note(result, function, args, kwargs)
-            return result
-        if function in _TRANSPOSING:
-            return getattr(recorder.symbol_of(args[0]), _TRANSPOSING[function])
-        if name == "__get__":  # a dtype, a shape
-            return function(*args, **kwargs)
-        if is_symbolic(args, kwargs):
-            return function(*args, **kwargs)
-        if writes(name):
-            raise CannotRecord("it changes a parameter in place")
-        result = function(*args, **kwargs)
-        return recorder.call(function, *args, **kwargs) if isinstance(result, torch.Tensor) else result
 
 
 def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -492,7 +442,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
             collector_paused(),
             torch.random.fork_rng(devices=[]),
             native.watch(state.see_call, state.see_return),
-            _WeightsToo(recorder),
+            WeightsToo(recorder),
         ):
             result = forward(root, *args, **kwargs)
     finally:

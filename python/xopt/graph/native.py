@@ -1,0 +1,57 @@
+"""What runs natively while a forward is recorded: Python tells of it where it tells profilers."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+
+class _Native(threading.local):
+    """Which native functions run in this thread, while `watch` is on."""
+
+    isinstances = 0
+    """How many of them are Python's isinstance."""
+
+    def __init__(self) -> None:
+        self._callers: set[FrameType] = set()
+
+    @contextlib.contextmanager
+    def watch(self, see_call: Callable[[FrameType], None], see_return: Callable[[FrameType], None]) -> Iterator[None]:
+        """These are told of each Python function that begins and ends meanwhile."""
+
+        def see(frame: FrameType, event: str, function: Any) -> None:
+            if event == "call":
+                see_call(frame)
+            elif event == "return":
+                see_return(frame)
+            elif event == "c_call":
+                self._callers.add(frame)
+                self.isinstances += function is isinstance
+            else:
+                self._callers.discard(frame)
+                self.isinstances -= function is isinstance
+
+        previous = sys.getprofile()
+        sys.setprofile(see)
+        try:
+            yield
+        finally:
+            sys.setprofile(previous)
+            self.isinstances = 0
+            self._callers.clear()
+
+    def is_cache(self, caller: FrameType) -> bool:
+        """Whether what a Python function calls is neither a function nor a method, whose calls are seen, nor a class of
+        Python's that may hash: so much is known of functools.lru_cache."""
+        code = caller.f_code
+        calls = dis.opname[code.co_code[caller.f_lasti]].startswith(("CALL", "PRECALL", "INSTRUMENTED_CALL"))
+        return calls and caller not in self._callers and not _HASHING & set(code.co_names)
+
+
+_HASHING = frozenset({"set", "frozenset", "dict", "map", "filter"})
+native = _Native()
