@@ -59,6 +59,9 @@ class PackedView(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
 
+    def __format__(self, format_spec: str) -> str:
+        return format(self._plain(), format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = self._plain().clone()
