@@ -24,10 +24,12 @@ def is_inside() -> bool:
 
 def is_entered() -> bool:
     """Whether this thread runs a model, or a block of one, whose layout somebody sees to."""
-    return _inside.entered
+    return _inside.model or _inside.entered or _inside.as_torch
 
 
 class entered:  # noqa: N801
+    """For a model that keeps the layout of its input."""
+
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -84,19 +83,14 @@ class Layout:
         """`forward(module, args, kwargs)` with images in another layout."""
         if self._plays_no_part or torch.compiler.is_compiling() or torch._C._is_tracing():
             return forward(module, args, kwargs)
-        with entered():
-            return self._call(forward, module, args, kwargs)
-
-    def _call(
-        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
         if self._takes_views:
             with as_torch():
                 return forward(module, args, kwargs)
         values = (*args, *kwargs.values())
         images = [value for value in values if self._has_channels_first(value)]
         if not images and any(map(_is_channels_last, values)):
-            return forward(module, args, kwargs)
+            with entered():
+                return forward(module, args, kwargs)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         changed = args, kwargs
         if not all(map(_may_stay, images)):
@@ -104,7 +98,7 @@ class Layout:
             changed = tuple(map(lay_out, args)), {key: lay_out(value) for key, value in kwargs.items()}
         before = None if self._was_right else _Written(module, values)
         try:
-            with inside() if images else nullcontext():
+            with inside() if images else entered():
                 result = forward(module, *changed)
         except RuntimeError as error:
             if _VIEW_ERROR not in str(error):
@@ -113,7 +107,7 @@ class Layout:
                 before.restore()
             self._takes_views = True
             _log.info("%s: computes in the layout of its input, since it takes views", type(module).__name__)
-            return self._call(forward, module, args, kwargs)
+            return self.call(forward, module, args, kwargs)
         self._was_right = True
         for image, copy in copies:
             if copy._version > 0:
@@ -161,7 +155,7 @@ def _contiguous(result: torch.Tensor) -> torch.Tensor:
     """Of what lies close together in another order, as convolutions answer."""
     if result.dim() < 3 or result.layout != torch.strided or result.is_contiguous():
         return result
-    return result.contiguous() if _is_dense(result) else result
+    return result.contiguous() if result.stride(1) == 1 or _is_dense(result) else result
 
 
 def _is_dense(value: torch.Tensor) -> bool:
