@@ -97,7 +97,7 @@ def is_same_in_all_calls(node: Node, dim: int) -> bool:
         return is_same_in_all_calls(source, pair[1 - pair.index(dim)] if dim in pair else dim)
     if name == "permute":
         dims: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
-        return isinstance(dims, (tuple, list)) and is_same_in_all_calls(source, dims[dim])
+        return isinstance(dims, (tuple, list)) and type(dims[dim]) is int and is_same_in_all_calls(source, dims[dim])
     if name in _KEEP_SIZES:
         return is_same_in_all_calls(source, dim)
     return name in _SPREAD and any(_decides(each, dim - len(shape), shape[dim]) for each in node.args)

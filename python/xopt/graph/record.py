@@ -9,6 +9,7 @@ keeps its own forward.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -147,11 +148,8 @@ class Recorder:
             return self.in_place(without_writing(name), *args, **kwargs)
         if function in in_floats and is_own() and self._was_widened(args[0] if args else None):
             function = in_floats[function]
-        try:
+        with self._noting_errors():
             example = self.evaluate(function, args, kwargs)
-        except Exception as problem:  # which the forward may catch: other calls need not raise
-            self.refuse(f"{type(problem).__name__}: {problem}")
-            raise
         if getattr(torch.Tensor, name, None) is function:  # also where a parameter stands left of the operator
             return self.record("call_method", name, args, kwargs, example)
         return self.record("call_function", function, args, kwargs, example)
@@ -165,6 +163,15 @@ class Recorder:
             if any(tensor._version != version for tensor, version in before):
                 raise CannotRecord("it changes a tensor in place")
         return example
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Those that the forward may catch: other calls need not raise."""
+        try:
+            yield
+        except Exception as problem:
+            self.refuse(f"{type(problem).__name__}: {problem}")
+            raise
 
     def refuse(self, problem: str) -> None:
         """Whatever the forward makes of it, this ends in no graph."""
@@ -182,7 +189,7 @@ class Recorder:
         """A function of a module of ours and of more arguments, as one step."""
         if id(module) not in self._paths:
             raise CannotRecord(f"it calls a {type(module).__name__} that is no part of it")
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with self._noting_errors(), torch.no_grad(), torch._C.DisableTorchFunction():
             example = function(module, *self.examples(args), **self.examples(kwargs))
         return self.record("call_function", function, (module, *args), kwargs, example)
 
