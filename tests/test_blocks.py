@@ -213,6 +213,7 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_is_fused_and_as_exact_as_torch(name: str) -> None:
+    torch.manual_seed(0)  # of few values chance decides who is closer
     source = FUSED[name][0]().eval()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         optimized = xopt.optimize(nn.Sequential(source).eval(), dtype=dtype, config=xopt.Config(autocast=False))

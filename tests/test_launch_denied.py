@@ -98,7 +98,7 @@ def test_torchs_threads_run_under_a_seccomp_filter(tmp_path: pathlib.Path) -> No
 
 
 def test_ranks_of_a_distributed_run_under_a_seccomp_filter(tmp_path: pathlib.Path) -> None:
-    done = under_a_filter("--nproc-per-node", len(CPUS), script(tmp_path, "print('ran')"))
+    done = under_a_filter("--nproc-per-node", len(CPUS), script(tmp_path, "import os; os.write(1, b'ran\\n')"))
     assert lines_of(done) == ["ran"] * len(CPUS)
     assert done.stderr.count("denied: sched_setaffinity") == (len(CPUS) > 1), done.stderr
 

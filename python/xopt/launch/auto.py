@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import xopt
+from xopt.modules.root import UntilOptimized
 
 
 class Watch:
@@ -104,7 +105,7 @@ class Watch:
             self._say(message)
 
 
-class FirstForward:
+class FirstForward(UntilOptimized):
     """Stands in a module's `forward` attribute until it is called for inference. Holds its module by a weak
     reference, as every forward does that stands there."""
 

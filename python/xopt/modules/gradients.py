@@ -10,7 +10,10 @@ from torch.autograd import forward_ad
 def is_transformed() -> bool:
     """Whether derivatives may be computed along (dual tensors), or tensors stand for others (`torch.func`,
     `torch.vmap`): no tensor says so, and gradients may be off."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    if forward_ad._current_level >= 0:
+        return True
+    # A compiler, which has transforms of its own, answers as if there were one.
+    return torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling()
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
