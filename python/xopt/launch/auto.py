@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import xopt
-from xopt.modules.root import UntilOptimized
 
 
 class Watch:
@@ -105,9 +104,12 @@ class Watch:
             self._say(message)
 
 
-class FirstForward(UntilOptimized):
+class FirstForward:
     """Stands in a module's `forward` attribute until it is called for inference. Holds its module by a weak
     reference, as every forward does that stands there."""
+
+    stands_for_the_class = True
+    """`optimize` takes it away: it is no forward that somebody wrote for this model."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)

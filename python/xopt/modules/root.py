@@ -28,10 +28,6 @@ from xopt.modules.own_product import OwnProducts
 from xopt.tuning import ModelTuning
 
 
-class UntilOptimized:
-    """The base of what stands in a model's `forward` attribute until it is optimized, and is no forward of its own."""
-
-
 class RootForward:
     """Stands in a module's `forward` attribute, so that the module keeps its very class.
 
@@ -132,7 +128,7 @@ class RootForward:
 def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
     """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images,
     for another backend, or because it is a block."""
-    if isinstance(module.__dict__.get("forward"), UntilOptimized):
+    if getattr(module.__dict__.get("forward"), "stands_for_the_class", False):  # as the launcher's does
         del module.__dict__["forward"]
     own = module.__dict__.get("forward")
     if isinstance(own, RootForward):
