@@ -145,8 +145,9 @@ def _make_blocks(
     for part in list(model.modules()):
         if part is not model:
             make_block(part, config)
-    make_root(model, config, inside, source_dtype)
-    set_flow(model, None if inside is None or source_dtype is None else Flow(inside, source_dtype))
+    flow = None if inside is None or source_dtype is None else Flow(inside, source_dtype)
+    make_root(model, config, flow)
+    set_flow(model, flow)
 
 
 def _read_options(options: dict[str, Any], config: Config) -> Config:

@@ -6,6 +6,7 @@ its own after all, which makes it anew in each call, as long as it still is what
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class Constants:
 
     def note(self, tensor: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a function has given. What it has only changed, or left as it was, is known already."""
-        values = list(_values((args, kwargs)))
+        values = list(values_in((args, kwargs)))
         if type(tensor) is not torch.Tensor or any(value is tensor for value in values):
             return
         uninitialized = "empty" in getattr(function, "__name__", "")
@@ -42,7 +43,9 @@ class Constants:
         made = self.find(tensor)
         if made is None:
             return False
-        return all(self.is_of_numbers(each) for each in _values((made.args, made.kwargs)) if type(each) is torch.Tensor)
+        return all(
+            self.is_of_numbers(each) for each in values_in((made.args, made.kwargs)) if type(each) is torch.Tensor
+        )
 
     def clear(self) -> None:
         self._made.clear()
@@ -52,10 +55,11 @@ def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
-def _values(value: Any) -> Any:
+def values_in(value: Any) -> Iterator[Any]:
+    """All that is in a value and plain containers."""
     if type(value) in (tuple, list, dict):
         for item in value.values() if type(value) is dict else value:
-            yield from _values(item)
+            yield from values_in(item)
     else:
         yield value
 

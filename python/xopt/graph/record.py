@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from xopt.graph.autocast import CASTS, is_own, widens
-from xopt.graph.constants import Constants, are_same
+from xopt.graph.constants import Constants, are_same, values_in
 from xopt.graph.native import native
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
@@ -158,7 +158,8 @@ class Recorder:
         """What a function gives in the recorded call."""
         args, kwargs = self.examples(args), self.examples(kwargs)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            before = [(tensor, tensor._version) for tensor in _tensors_in((args, kwargs)) if not tensor.is_inference()]
+            tensors = (each for each in values_in((args, kwargs)) if isinstance(each, torch.Tensor))
+            before = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
             example = function(*args, **kwargs)
             if any(tensor._version != version for tensor, version in before):
                 raise CannotRecord("it changes a tensor in place")
@@ -347,15 +348,11 @@ class Recorder:
     def _constant(self, tensor: torch.Tensor) -> Node:
         """The step that makes a tensor that the forward has made of numbers."""
         made = self.constants.find(tensor)
-        if made is not None:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                made = (
-                    made
-                    if are_same(made.function(*self.examples(made.args), **self.examples(made.kwargs)), tensor)
-                    else None
-                )
-        if made is None:
-            raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            if made is None or not are_same(
+                made.function(*self.examples(made.args), **self.examples(made.kwargs)), tensor
+            ):
+                raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
         args, kwargs = self._nodes(made.args), self._nodes(made.kwargs)
         if id(tensor) not in self._constant_nodes:
             name = name_of(made.function)
@@ -416,14 +413,6 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if kind is slice:
         return slice(_map(value.start, change), _map(value.stop, change), _map(value.step, change))
     return change(value)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif type(value) in (tuple, list, dict):
-        for item in value.values() if type(value) is dict else value:
-            yield from _tensors_in(item)
 
 
 def _described(example: Any) -> Any:

@@ -23,12 +23,16 @@ class Flow(NamedTuple):
 
     def enter(self, run: Callable[..., Any], module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """The call of a block with autocast on, and results of the source's dtype."""
+        with autocast(device_type(module, (*args, *kwargs.values())), self.inside):
+            return run(module, self.restored(forward), args, kwargs, results=self.source)
+
+    def restored(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's forward with results of the source's dtype."""
 
         def restored(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return map_tensors(self._restore, forward(module, *args, **kwargs))
 
-        with autocast(device_type(module, (*args, *kwargs.values())), self.inside):
-            return run(module, restored, args, kwargs, results=self.source)
+        return restored
 
     def _restore(self, result: torch.Tensor) -> torch.Tensor:
         return result.to(self.source) if result.dtype == self.inside else result

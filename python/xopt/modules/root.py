@@ -20,8 +20,7 @@ from xopt import sycl
 from xopt.config import Config
 from xopt.graph.autocast import autocast
 from xopt.modules.block import PROGRAMS, Block, Forward, Programs, can_be_block, is_small, run, source_forward
-from xopt.modules.containers import map_tensors
-from xopt.modules.flow import device_type
+from xopt.modules.flow import Flow, device_type
 from xopt.modules.kept_class import keep_class
 from xopt.modules.layout import Layout, image_dims
 from xopt.modules.own_product import OwnProducts
@@ -38,8 +37,7 @@ class RootForward:
     def __init__(
         self,
         module: nn.Module,
-        dtype: torch.dtype | None,
-        source_dtype: torch.dtype | None,
+        flow: Flow | None,
         dims: frozenset[int] = frozenset(),
         tuning: ModelTuning | None = None,
         backend: str = "cpu",
@@ -48,10 +46,8 @@ class RootForward:
         self._own = own
         self._module = weakref.ref(module)
         self.tuning = tuning
-        self._dims = dims
         self._layout = Layout(dims)
-        self._dtype = dtype
-        self._source_dtype = source_dtype
+        self._flow = flow
         self._backend = backend
         self.left_to_cpu: set[str] = set()
         # Libraries look at the arguments that a model's forward takes.
@@ -73,10 +69,12 @@ class RootForward:
         return self._call(module, args, kwargs)
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = "cpu" if self._dtype is None else device_type(module, (*args, *kwargs.values()))
-        if self._dtype is None or torch.is_autocast_enabled(device):
+        if self._flow is None:
             return self._layout.call(self._forward, module, args, kwargs)
-        with autocast(device, self._dtype):
+        device = device_type(module, (*args, *kwargs.values()))
+        if torch.is_autocast_enabled(device):
+            return self._layout.call(self._forward, module, args, kwargs)
+        with autocast(device, self._flow.inside):
             return self._layout.call(self._forward_restored, module, args, kwargs)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,10 +82,9 @@ class RootForward:
 
     def _forward_restored(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With results of the source's dtype. A program has that recorded, so that what computes them writes it."""
-        return run(module, self._restored, args, kwargs, results=self._source_dtype)
-
-    def _restored(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return map_tensors(self._restore_dtype, self._source_forward(module)(module, *args, **kwargs))
+        assert self._flow is not None, "there is a dtype to restore"
+        forward = self._flow.restored(self._source_forward(module))
+        return run(module, forward, args, kwargs, results=self._flow.source)
 
     def _source_forward(self, module: nn.Module) -> Forward:
         return source_forward(module) if self._own is None else self._call_own
@@ -95,9 +92,6 @@ class RootForward:
     def _call_own(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         assert self._own is not None, "there is a forward to call"
         return self._own(*args, **kwargs)
-
-    def _restore_dtype(self, result: torch.Tensor) -> torch.Tensor:
-        return result.to(self._source_dtype) if result.dtype == self._dtype else result
 
     @property
     def __code__(self) -> Any:
@@ -111,23 +105,22 @@ class RootForward:
         assert module is not None, "a forward outlived its module"
         module = memo.get(id(module), module)
         tuning, own = copy.deepcopy(self.tuning, memo), copy.deepcopy(self._own, memo)
-        return RootForward(module, self._dtype, self._source_dtype, self._dims, tuning, self._backend, own)
+        return RootForward(module, self._flow, self._layout.given, tuning, self._backend, own)
 
     def __reduce__(self) -> Any:
         return RootForward, (
             self._module(),
-            self._dtype,
-            self._source_dtype,
-            self._dims,
+            self._flow,
+            self._layout.given,
             self.tuning,
             self._backend,
             self._own,
         )
 
 
-def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, source_dtype: torch.dtype | None) -> None:
-    """Gives a model its forward, if it needs one: for a dtype of its own inside (`dtype`), for the layout of images,
-    for another backend, or because it is a block."""
+def make_root(module: nn.Module, config: Config, flow: Flow | None) -> None:
+    """Gives a model its forward, if it needs one: for a dtype of its own inside, for the layout of images, for another
+    backend, or because it is a block."""
     if getattr(module.__dict__.get("forward"), "stands_for_the_class", False):  # as the launcher's does
         del module.__dict__["forward"]
     own = module.__dict__.get("forward")
@@ -139,10 +132,10 @@ def make_root(module: nn.Module, config: Config, dtype: torch.dtype | None, sour
     dims = image_dims(module)
     tuned = config.autotune != "off"
     runs = small or PROGRAMS in module.__dict__
-    if dtype is None and not runs and not dims and not tuned and config.backend == "cpu":
+    if flow is None and not runs and not dims and not tuned and config.backend == "cpu":
         return
     tuning = ModelTuning(config.autotune) if tuned else None
-    module.__dict__["forward"] = RootForward(module, dtype, source_dtype, dims, tuning, config.backend, own)
+    module.__dict__["forward"] = RootForward(module, flow, dims, tuning, config.backend, own)
     if small:
         module.__dict__[PROGRAMS] = Programs(config)
 
@@ -162,7 +155,7 @@ def make_tuned(module: nn.Module, mode: str) -> ModelTuning:
     """Has the model's forward use what was tuned from now on."""
     forward = module.__dict__.get("forward")
     if forward is None:
-        forward = module.__dict__["forward"] = RootForward(module, None, None)
+        forward = module.__dict__["forward"] = RootForward(module, None)
     if not isinstance(forward, RootForward):
         raise ValueError(f"tune: model: expected a forward of its class, got {forward!r} that the instance was given")
     if forward.tuning is None:
