@@ -328,6 +328,11 @@ def writes(name: str) -> bool:
     return name.endswith("_")
 
 
+def may_write(function: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a function of torch's, or of a method, changes a tensor that it is given."""
+    return writes(getattr(function, "__name__", "")) or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+
+
 def without_writing(name: str) -> Any:
     """What gives as a new tensor what that function leaves in its first argument; None: torch has none."""
     return getattr(torch, name[:-1], None) or getattr(torch.nn.functional, name[:-1], None)

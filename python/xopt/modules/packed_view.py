@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from xopt.graph.signature import TENSORS
+from xopt.graph.symbol import may_write
 
 _Tensor = torch.Tensor
 
@@ -44,7 +45,7 @@ class PackedView(torch.Tensor):
             written = {
                 id(view._whole): view
                 for view, version in zip(views, before, strict=True)
-                if (_writes(func, kwargs) if version is None else view._version != version)
+                if (may_write(func, kwargs) if version is None else view._version != version)
             }
             for view in written.values():
                 view._source.assign(view._whole)
@@ -86,10 +87,3 @@ def _views_in(values: Any) -> Any:
 def _version_of(view: PackedView) -> int | None:
     """None: nobody counts what is written to a tensor of inference mode."""
     return None if view.is_inference() else view._version
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function may write to its arguments, by its name."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
-    return in_place or "out" in kwargs or bool(kwargs.get("inplace"))

@@ -16,7 +16,9 @@ from torch import nn
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
+from xopt.graph.parts import name_of
 from xopt.graph.record import EXAMPLE, active
+from xopt.graph.symbol import may_write
 from xopt.modules.pattern import TO_DTYPES, is_cast
 
 _CONSTANTS = (
@@ -59,12 +61,11 @@ class Trace(TorchFunctionMode):
         result = self.call(function, args, kwargs)
         if active.recorder is not None:  # its symbols say what they are computed from
             return result
-        name = getattr(function, "__name__", "")
-        if _writes(name, kwargs):
+        if may_write(function, kwargs):
             if self._may_be_known(kwargs.get("out", args[0] if args else None)):
                 self._known.clear()
         elif isinstance(result, (torch.Tensor, tuple, list)) and id(result) not in self._known:
-            self._note(function, name, args, kwargs, result)
+            self._note(function, args, kwargs, result)
         return result
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -77,9 +78,9 @@ class Trace(TorchFunctionMode):
         memory = written.untyped_storage().data_ptr()
         return any(tensor.untyped_storage().data_ptr() == memory for tensor, _ in self._known.values())
 
-    def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _note(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         try:
-            if name in TO_DTYPES and result.is_floating_point():
+            if name_of(function) in TO_DTYPES and result.is_floating_point():
                 self._known[id(result)] = result, Formula(self._result_of(args[0]), ())
                 return
             step = function, _told(args, self._result_of), _told(kwargs, self._result_of)
@@ -128,14 +129,9 @@ def _number(result: Any) -> int:
     return -1 if type(result) is str else result[0] if type(result) is tuple else result
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
-    return in_place or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
-
-
 def _one_name(target: Any) -> Any:
     """Of a recorded step: which of a parameter and a symbol is asked to add them does not matter."""
-    name = target if type(target) is str else getattr(target, "__name__", "")
+    name = name_of(target)
     if type(target) is not str and getattr(operator, name, None) is not target:
         return target
     name = name.strip("_")
