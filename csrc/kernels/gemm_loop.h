@@ -18,7 +18,7 @@ EpilogueFn* select_epilogue(const GemmCall& call) {
 template <class Block>
 class GemmLoop {
  public:
-  explicit GemmLoop(const GemmCall& call) : call_(call), plan_(call) {}
+  explicit GemmLoop(const GemmCall& call) : call_(call), plan_(call, GemmPlan<Block>::Rows::of_call) {}
 
   void run() {
     if (call_.epilogue.norm == Norm::none) {

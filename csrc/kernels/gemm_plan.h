@@ -72,6 +72,17 @@ int64_t step_of_rows(const GemmCall& call) {
   return 0;
 }
 
+// The rows of A that tiles can be read from where they are, unless a copy pays; else a step of 0.
+template <class Block>
+EvenRows tiles_in_place(const Merged& view, const PackedWeight& w, int64_t m) {
+  const bool as_is = Block::kIsInt ? w.zero_point == nullptr : view.dtype() == DType::bf16;
+  if (!as_is || w.k == 0 || w.k % Block::kTileK != 0) return {};
+  const EvenRows rows = view.even_rows(m);
+  // Tile rows that lie across two cache lines take twice the loads.
+  const bool at_lines = (reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0;
+  return at_lines ? rows : EvenRows{};
+}
+
 template <class Block>
 struct GemmPlan : RowBlocks {
   // Panels of a chunk. More would spare loading the copy of A into L1 again, but the first chunk's weights come in
@@ -85,15 +96,21 @@ struct GemmPlan : RowBlocks {
   // Row blocks that make up for the first one's wait for a chunk's weights; and so many that copies of A, and sums that
   // wait for the next k block, do not become too many.
   static constexpr int64_t kManyRowBlocks = 12, kMostKeptRowBlocks = 32;
+  // Where rows stay: between how many row blocks, and what a chunk is then.
+  static constexpr int64_t kLeastFewRowBlocks = 3, kMostFewRowBlocks = 7, kShortKBlock = 8, kPanelsOfFewRows = 4;
 
-  explicit GemmPlan(const GemmCall& call) : GemmPlan(call, RowBlocks(call.m, most_rows(call), Block::kEvenRows)) {}
-  // `view_in_place`: rows are those of a view that says where they are, whatever call.a says.
-  GemmPlan(const GemmCall& call, const RowBlocks& blocks, bool view_in_place = false) : RowBlocks(blocks) {
+  // Whose rows of A are multiplied.
+  enum class Rows : uint8_t { of_call, of_view, of_view_in_place };
+
+  explicit GemmPlan(const GemmCall& call, Rows rows = Rows::of_view)
+      : GemmPlan(call, RowBlocks(call.m, most_rows(call), Block::kEvenRows), rows) {}
+  GemmPlan(const GemmCall& call, const RowBlocks& blocks, Rows rows) : RowBlocks(blocks) {
     const PackedWeight& w = call.weight;
+    rows_stay = rows == Rows::of_call && rows_may_stay(call);
     k_block_tiles = even_k_block(w.k_tiles, most_k_block_tiles(w.k_tiles));
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
     const int64_t step = step_of_rows<Block>(call);
-    reads_in_place = view_in_place || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));
+    reads_in_place = rows == Rows::of_view_in_place || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));
     choose_chunks(w.panel_bytes);
     panel_by_panel = !Block::kBackground && w.k_tiles * Block::kTileK <= kShortSums && call.tuning.chunk_panels == 0;
     max_threads = xopt::max_threads();
@@ -104,6 +121,9 @@ struct GemmPlan : RowBlocks {
   int64_t tiles_of(int64_t k_block, int64_t k_tiles) const {
     return minimum(k_block_tiles, k_tiles - k_block * k_block_tiles);
   }
+
+  // Copies of rows hold a k block each or, where blocks are short, all of k.
+  int64_t copied_k_blocks() const { return rows_stay ? 1 : k_blocks; }
 
   // Whether L2 holds all weights beside what passes.
   bool weights_stay(const PackedWeight& w) const {
@@ -119,10 +139,27 @@ struct GemmPlan : RowBlocks {
   int64_t most_resident;               // bytes of weights that stay in L2 beside all else
   int64_t pass_k_blocks;               // k blocks that a row block goes through before the next has its turn
   bool panel_by_panel;                 // where weights stay in L2
+  bool rows_stay;  // tiles, few row blocks: a short k block of a row block stays in L1 while the chunk's panels pass
   bool keeps_weights = false;  // tiles: a chunk's weights stay in L2, rows of A stream; else the other way round
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
  private:
+  // Where few rows pass, most of the time is what it takes to bring in weights from memory, and that goes together with
+  // products the better the less these take from L2 (csrc/README.md). So k goes by short blocks, of which a row block's
+  // values are in L1 while a chunk's panels pass; sums wait in L2. Weights that L2 may hold are better read in one go: 0.85.
+  static bool rows_may_stay(const GemmCall& call) {
+    const PackedWeight& w = call.weight;
+    const int64_t blocks = ceil_div(call.m, Block::kRows);
+    if (!Block::kBackground || blocks < kLeastFewRowBlocks || blocks > kMostFewRowBlocks) return false;
+    if (w.k_tiles < 2 * kShortKBlock || w.panels * w.panel_bytes <= l2_bytes() / 2) return false;
+    // Every second panel of an output that leaves L2 is every second line on its way to memory.
+    if (call.m * w.n * dtype_size(call.epilogue.out_dtype) > xopt::max_threads() * l2_bytes()) return false;
+    if (w.k_tiles <= Block::kMaxTiles) return true;
+    const int64_t step =
+        tiles_in_place<Block>(Merged(call.a), w, call.m).step;  // a copy of rows does not hold so much of k
+    return call.m % kTileRows == 0 && step != 0 && !tile_rows_meet(step);
+  }
+
   // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
   static int64_t even_k_block(int64_t k_tiles, int64_t most) {
     return maximum<int64_t>(1, ceil_div(k_tiles, maximum<int64_t>(1, ceil_div(k_tiles, most))));
@@ -144,6 +181,7 @@ struct GemmPlan : RowBlocks {
   // added up in the order of k blocks, so it must not depend on the number of threads.
   int64_t most_k_block_tiles(int64_t k_tiles) const {
     constexpr int64_t kLong = 96, kMany = 32;
+    if (rows_stay) return kShortKBlock;
     return Block::kBackground && k_tiles > kLong && row_blocks >= kMany ? minimum<int64_t>(64, Block::kMaxTiles)
                                                                         : Block::kMaxTiles;
   }
@@ -181,7 +219,8 @@ struct GemmPlan : RowBlocks {
   // k blocks so long that there is one of most products. Of L2 half for the copy of A, an eighth for a chunk's weights
   // and another for the next chunk's.
   void choose_long_chunks(int64_t l2) {
-    chunk_panels = minimum(kOnePassPanels, maximum<int64_t>(1, l2 / 8 / panel_slice_bytes()));
+    const int64_t most_panels = rows_stay ? kPanelsOfFewRows : kOnePassPanels;
+    chunk_panels = minimum(most_panels, maximum<int64_t>(1, l2 / 8 / panel_slice_bytes()));
     pass_k_blocks = 1;
     const int64_t sum_bytes = k_blocks > 1 ? Block::kRows * kPanelColumns * 4 * chunk_panels : 0;
     chunk_blocks = maximum<int64_t>(1, l2 / 2 / (row_block_bytes() + sum_bytes));

@@ -90,14 +90,15 @@ class GemmThread {
     const int64_t chunk_panels = one_panel ? 1 : most_panels;
     pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
     strip_bytes_ = chunk_panels * kAccBytes;
+    choose_groups(panels.size(), rows.size() > 1, chunk_panels);
     // Strips of all row blocks if sums have to wait for another pass, else two in turns; two at least, because the
     // deferred epilogue reads one while the next is computed.
     const int64_t strips = maximum<int64_t>(2, pass_k_blocks_ < plan_.k_blocks ? chunk_blocks : 0);
     const Scratch acc(static_cast<size_t>(by_panels() ? 2 * kAccBytes : strips * strip_bytes_));
-    copies_ = keep_copies_ ? chunk_blocks * plan_.k_blocks : 1;
+    copies_ = keep_copies_ ? chunk_blocks * plan_.copied_k_blocks() : 1;
     // Copies that no other panels ask for: one that is multiplied, and the next. Those of all rows, far apart for the longest
     // rows that a block takes, would leave L1 and L2 (3136 x 144 x 24 on AMX took 178 us, and 47 with rows in place).
-    if (Block::kBackground && panels.size() <= chunk_panels) copies_ = minimum<int64_t>(copies_, 2);
+    if (Block::kBackground && panels.size() <= chunk_panels && !plan_.rows_stay) copies_ = minimum<int64_t>(copies_, 2);
     const Scratch a(static_cast<size_t>(copies_ * kCopyBytes<Block>));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
@@ -110,10 +111,13 @@ class GemmThread {
       rows_ = {row, minimum(row + chunk_blocks, rows.end)};
       weight_lines_ = lines_ahead<Block>(rows_.size());
       copied_ = false;
-      for (int64_t panel = panels.begin; panel < panels.end; panel += chunk_panels) {
-        panels_ = {panel, minimum(panel + chunk_panels, panels.end)};
-        panel_chunk();
-        copied_ = keep_copies_;
+      for (int64_t panel = panels.begin; panel < panels.end; panel += group_panels_) {
+        for (int64_t first = 0; first < panel_step_; ++first) {
+          panels_ = {panel + first, minimum(panel + group_panels_, panels.end)};
+          if (panels_.size() <= 0) continue;
+          panel_chunk();
+          copied_ = keep_copies_;
+        }
       }
       finish_epilogue();  // before row sums and the copy of A are overwritten
     }
@@ -140,9 +144,19 @@ class GemmThread {
     return e.positions == nullptr && bytes > l2_bytes() / 2;
   }
 
+  // Where rows stay in L1, all panels of a chunk go through the same k block, so of a group of panels those that go along k
+  // from its beginning are a chunk, and then those that go from its end.
+  void choose_groups(int64_t panels, bool several_rows, int64_t chunk_panels) {
+    panel_step_ = plan_.rows_stay && several_rows ? 2 : 1;
+    const int64_t most = chunk_panels * panel_step_;
+    group_panels_ =
+        panel_step_ == 1 ? most : round_up(ceil_div(panels, maximum<int64_t>(1, ceil_div(panels, most))), 2);
+  }
+
   int64_t most_chunk_blocks() const {
     if (!Block::kBackground || in_place_.step != 0) return plan_.chunk_blocks;
-    return minimum(plan_.chunk_blocks, maximum<int64_t>(4, kMostCopyBytes / (plan_.k_blocks * kCopyBytes<Block>)));
+    return minimum(plan_.chunk_blocks,
+                   maximum<int64_t>(4, kMostCopyBytes / (plan_.copied_k_blocks() * kCopyBytes<Block>)));
   }
 
   void panel_chunk() {
@@ -157,7 +171,7 @@ class GemmThread {
       more = advance(&next);
       if (!copied_) {
         background_.finish_copy();
-        if (more) defer_copy(next);
+        if (more && next.kb < plan_.copied_k_blocks()) defer_copy(next);
       }
       // The former chunk's last sums may wait in a strip that is about to be used again.
       if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) finish_epilogue();
@@ -165,7 +179,7 @@ class GemmThread {
       if (finishes_) {
         finish_panels(place);
       } else {
-        for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+        for (int64_t panel = panels_.begin; panel < panels_.end; panel += panel_step_) {
           step(place, panel);
           if (Block::kBackground && last && !finishes_panels_) finish_sums(place.rb, {panel, panel + 1});
         }
@@ -203,8 +217,8 @@ class GemmThread {
     block->a_rows = a_rows_;
   }
 
-  const uint8_t* rows_in_place_at(Place place) const {
-    return in_place_.data + plan_.first_row(place.rb) * in_place_.step + place.kb * plan_.k_block_tiles * 64;
+  const uint8_t* rows_in_place_at(int64_t rb, int64_t kb) const {
+    return in_place_.data + plan_.first_row(rb) * in_place_.step + kb * plan_.k_block_tiles * 64;
   }
 
   void defer_copy(Place place) {
@@ -215,20 +229,22 @@ class GemmThread {
   void defer_block_copy(Place place) {
     const int64_t rows = plan_.rows_of(place.rb);
     const int64_t k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
+    const int64_t tiles = plan_.rows_stay ? w_.k_tiles : plan_.tiles_of(place.kb, w_.k_tiles);
     BlockCopier<Block, View> copier;
     copier.source = view_.rows(plan_.first_row(place.rb), k0);
-    copier.to = reinterpret_cast<A*>(a_copy(place));
+    copier.to = reinterpret_cast<A*>(a_copy(place.rb, place.kb));
     copier.row_sums = w_.zero_point != nullptr ? row_sums_ + (place.rb - rows_.begin) * Block::kRows : nullptr;
     copier.first_k = place.kb == 0;
     copier.rows = rows;
-    copier.padded = plan_.tiles_of(place.kb, w_.k_tiles) * Block::kTileK;
+    copier.padded = tiles * Block::kTileK;
     copier.count = minimum(w_.k - k0, copier.padded);
     background_.defer_copy(copier, Block::kEvenRows ? rows : round_up(rows, kTileRows),
-                           panels_.size() * plan_.k_block_tiles);
+                           chunk_size() * plan_.k_block_tiles);
   }
 
-  uint8_t* a_copy(Place place) const {
-    const int64_t turn = place.kb * rows_.size() + place.rb - rows_.begin;
+  uint8_t* a_copy(int64_t rb, int64_t kb) const {
+    if (plan_.rows_stay) return a_ + (rb - rows_.begin) * kCopyBytes<Block> + kb * plan_.k_block_tiles * 64;
+    const int64_t turn = kb * rows_.size() + rb - rows_.begin;
     return a_ + (copies_ > 2 ? turn : turn & (copies_ - 1)) * kCopyBytes<Block>;
   }
 
@@ -241,7 +257,7 @@ class GemmThread {
   bool by_panels() const { return Block::kBackground && pass_k_blocks_ == plan_.k_blocks; }
 
   uint8_t* sums(int64_t rb, int64_t panel) const {
-    return by_panels() ? acc_ + turn_ * kAccBytes : strip(rb) + (panel - panels_.begin) * kAccBytes;
+    return by_panels() ? acc_ + turn_ * kAccBytes : strip(rb) + (panel - panels_.begin) / panel_step_ * kAccBytes;
   }
 
   // Whether two strips in turns are enough. A chunk of one row block would meet its own last strip otherwise.
@@ -253,19 +269,25 @@ class GemmThread {
     background_.finish_epilogue();
   }
 
-  // What all panels of a row block's k block have in common.
-  BlockCall block_of(Place place) {
+  // The k block that a panel has come to. Where sums wait between short ones, a panel that goes backwards goes through them
+  // backwards as well: its sums do not depend on how k is cut.
+  int64_t k_block_of(int64_t panel, int64_t turn) const {
+    return plan_.rows_stay && w_.goes_backwards(panel) ? plan_.k_blocks - 1 - turn : turn;
+  }
+
+  // What all panels of a row block's k block `kb`, whose turn it is at `place`, have in common.
+  BlockCall block_of(Place place, int64_t kb) {
     BlockCall block;
     block.kept = &kept_;
     if constexpr (View::kInPlace) {
       set_rows(place.rb, &block);
     } else if (in_place(place.rb)) {
-      block.a = rows_in_place_at(place);
+      block.a = rows_in_place_at(place.rb, kb);
       block.a_stride = in_place_.step;
     } else {
-      block.a = a_copy(place);
+      block.a = a_copy(place.rb, kb);
     }
-    block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
+    block.k_tiles = plan_.tiles_of(kb, w_.k_tiles);
     block.accumulate = place.kb > 0;
     if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
       block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
@@ -279,7 +301,7 @@ class GemmThread {
     if (fetches_ahead_) {
       prefetch_weights(place, panel, block);
       if constexpr (!View::kInPlace) {
-        if (!copied_ && in_place_.step == 0) prefetch_a(place, panel);
+        if (!copied_ && in_place_.step == 0 && place.kb < plan_.copied_k_blocks()) prefetch_a(place, panel);
       }
     }
     if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
@@ -294,8 +316,9 @@ class GemmThread {
 
   // A row block's products with one panel.
   void step(Place place, int64_t panel) {
-    BlockCall block = block_of(place);
-    block.b = weights(panel, place.kb);
+    const int64_t kb = k_block_of(panel, place.kb);
+    BlockCall block = block_of(place, kb);
+    block.b = weights(panel, kb);
     block.acc = sums(place.rb, panel);
     block.backwards = w_.goes_backwards(panel);
     find_prefetches(place, panel, &block);
@@ -314,7 +337,7 @@ class GemmThread {
   // common takes as long as the products of a convolution of 16 channels.
   void finish_panels(Place place) {
     if constexpr (Block::kFinishes) {
-      BlockCall block = block_of(place);
+      BlockCall block = block_of(place, place.kb);
       block.b = weights(panels_.begin, place.kb);
       auto* acc = sums(place.rb, panels_.begin);
       const int64_t rows = plan_.rows_of(place.rb), row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
@@ -351,9 +374,11 @@ class GemmThread {
   // The output of a panel some panels on, if it is to be fetched.
   const Bf16* output_ahead(int64_t rb, int64_t panel) const {
     if (!fetches_output_) return nullptr;
-    int64_t ahead = panel - panels_.begin + Output::kPanelsAhead;
-    for (; ahead >= panels_.size(); ahead -= panels_.size()) ++rb;
-    return rb < rows_.end ? panel_output_.place(plan_.first_row(rb), panels_.begin + ahead) : nullptr;
+    const int64_t panels = chunk_size();
+    int64_t ahead = (panel - panels_.begin) / panel_step_ + Output::kPanelsAhead;
+    for (; ahead >= panels; ahead -= panels) ++rb;
+    if (rb >= rows_.end) return nullptr;
+    return panel_output_.place(plan_.first_row(rb), panels_.begin + ahead * panel_step_);
   }
 
   // The rows that no copy would bring in before their products: those after the chunk's last are another chunk's, or of
@@ -361,7 +386,7 @@ class GemmThread {
   void prefetch_in_place(Place place) {
     if (!advance(&place)) place = {rows_.end, 0};
     const int64_t rows = plan_.rows_of(place.rb);
-    if (rows > 0) background_.prefetches.add({rows_in_place_at(place), 64, in_place_.step, rows});
+    if (rows > 0) background_.prefetches.add({rows_in_place_at(place.rb, place.kb), 64, in_place_.step, rows});
   }
 
   // What the epilogue reads and writes: of this block or, where vector blocks go through all of k at once, which may be
@@ -399,12 +424,11 @@ class GemmThread {
     if (Block::kBackground && plan_.keeps_weights && rows_.size() > 1) return prefetch_next_panel(place, panel, block);
     const bool one_block = rows_.size() == 1 && panels_.size() == 1;
     const bool k_by_k = pass_k_blocks_ < plan_.k_blocks || one_block;
-    const uint8_t* from = block->b + slice;
-    if (!k_by_k || place.kb + 1 == plan_.k_blocks) {
-      const int64_t next_panel = panel + panels_.size();
-      if (next_panel >= weights_end_) return;
-      from = weights(next_panel, k_by_k ? 0 : place.kb);
-    }
+    int64_t next_panel = panel, turn = place.kb;
+    if (k_by_k) turn = turn + 1 < plan_.k_blocks ? turn + 1 : 0;
+    if (!k_by_k || turn == 0) next_panel += panel_step_ == 1 ? panels_.size() : to_next_chunk();
+    if (next_panel >= weights_end_) return;
+    const uint8_t* from = weights(next_panel, k_block_of(next_panel, turn));
     const int64_t lines = weight_lines_;
     const int64_t offset = (place.rb - rows_.begin) * lines * 64 * block->k_tiles;
     if (offset >= slice) return;
@@ -415,6 +439,12 @@ class GemmThread {
       background_.prefetches.add({from + offset, lines * 64, 64, lines});
     }
   }
+
+  // Panels of the chunk.
+  int64_t chunk_size() const { return ceil_div(panels_.size(), panel_step_); }
+
+  // Where panels go two ways: from a panel to the one that has its place in the next chunk.
+  int64_t to_next_chunk() const { return (panels_.begin - part_.begin) % 2 == 0 ? 1 : group_panels_ - 1; }
 
   // Where a chunk's weights stay: what its first row block reads next.
   void prefetch_next_panel(Place place, int64_t panel, BlockCall* block) const {
@@ -465,7 +495,8 @@ class GemmThread {
   int64_t first_row_block_ = 0, pass_k_blocks_ = 1;
   Range part_{};  // all panels
   int64_t weights_end_ = 0;
-  Range rows_{}, panels_{};  // the chunk
+  Range rows_{}, panels_{};                    // the chunk
+  int64_t panel_step_ = 1, group_panels_ = 1;  // from a chunk's panel to its next; those of as many chunks
   bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
   bool copied_ = false;  // the chunk's copy of A is complete
   int64_t copies_ = 1;   // of blocks of A: all, or one or two in turns

@@ -14,22 +14,16 @@ inline constexpr int64_t kMostCopyBytes = 20 << 20;
 // Of tiles whose rows meet in few sets of L1.
 template <class Block>
 bool copy_pays(const PackedWeight& w, const GemmPlan<Block>& plan) {
-  const bool fits = plan.chunk_blocks * plan.k_blocks * kCopyBytes<Block> <= kMostCopyBytes;
+  const bool fits = plan.chunk_blocks * plan.copied_k_blocks() * kCopyBytes<Block> <= kMostCopyBytes;
   return fits && w.panels / plan.grid_panels >= kPanelsWorthACopy;
 }
 
 // The rows that blocks read from A itself; a step of 0: none.
 template <class Block, class View>
 EvenRows rows_in_place(const GemmCall& call, const View& view, const GemmPlan<Block>& plan) {
-  [[maybe_unused]] const PackedWeight& w = call.weight;
   if constexpr (Block::kBackground && std::is_same_v<View, Merged>) {
-    const bool as_is = Block::kIsInt ? w.zero_point == nullptr : view.dtype() == DType::bf16;
-    if (as_is && w.k > 0 && w.k % Block::kTileK == 0) {
-      const EvenRows rows = view.even_rows(call.m);
-      if (plan.tile_rows_meet(rows.step) && copy_pays(w, plan)) return {};
-      // Tile rows that lie across two cache lines take twice the loads.
-      if ((reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.step)) % 64 == 0) return rows;
-    }
+    const EvenRows rows = tiles_in_place<Block>(view, call.weight, call.m);
+    return plan.tile_rows_meet(rows.step) && copy_pays(call.weight, plan) ? EvenRows{} : rows;
   } else if constexpr (Block::kFinishes && std::is_same_v<View, Merged>) {
     if (plan.reads_in_place) return view.even_rows(call.m);
   }
