@@ -1,7 +1,7 @@
-"""Products of a few blocks of rows with weights that L2 does not hold: k goes by short blocks, and panels go two ways.
+"""Products of a few blocks of rows with weights that L2 does not hold, which go one of two ways with tiles.
 
-No family of cases reaches such sizes. What rows come to must not depend on it: many rows, of which these are the first
-ones, go another way.
+No family of cases reaches such sizes. What rows come to must not depend on the way: many rows, of which these are the
+first ones, go a third one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from tests.families import expect_equal
+from xopt import _C
 
 ops = torch.ops.xopt
 
 MANY = 300  # rows, more than few
 FEW = [65, 96, 100, 128, 197, 224]
+NEVER, ALWAYS = 1, 2  # TunedStay
 COLUMNS = 1608  # not whole panels, and with any K here more than half of an L2 cache
 
 
@@ -33,6 +35,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, params=[NEVER, ALWAYS], ids=["rows stay", "rows pass"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    _C.force_tuning([-1, 0, 0, 0, request.param, 0])
+    yield
+    _C.leave_tuning()
 
 
 def expect_product(got: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -62,14 +71,17 @@ def test_a_part_of_the_columns_that_begins_with_any_panel(rows: int, threads: in
 
 
 @pytest.mark.parametrize("rows", [128, 130])
-@pytest.mark.parametrize("depth", [4096, 4160, 5632], ids=["the longest copy", "longer", "much longer"])
+@pytest.mark.parametrize("depth", [4096, 4160, 4224, 5600, 5632], ids="k of {}".format)
 @pytest.mark.parametrize("gap", [0, 32], ids=["close together", "with gaps"])
-def test_long_rows(rows: int, depth: int, gap: int) -> None:
+def test_long_rows(rows: int, depth: int, gap: int, threads: int) -> None:
     """Of which a copy holds all of k, or does not."""
     weight = torch.randn(640, depth).bfloat16()
     packed = ops.linear_pack(weight, dtype=torch.bfloat16)
     x = torch.randn(MANY, depth + gap).bfloat16()[:, :depth]
-    expect_product(ops.linear(x[:rows], packed, 640), x[:rows], weight)
+    many = ops.linear(x, packed, 640, out_dtype=torch.float32)
+    few = ops.linear(x[:rows], packed, 640, out_dtype=torch.float32)
+    expect_equal("the sums", few, many[:rows].contiguous())
+    expect_product(few, x[:rows], weight)
 
 
 @pytest.mark.parametrize("rows", [96, 100, 197])
@@ -115,3 +127,13 @@ def test_gates_norms_and_residuals(rows: int, threads: int) -> None:
     sums = ops.linear(x, packed, COLUMNS, binary="add", other=residual)
     few = ops.linear(x[:rows], packed, COLUMNS, binary="add", other=residual[:rows])
     expect_equal("the sum", few, sums[:rows].contiguous())
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+def test_calls_take_turns_in_stretches_and_then_go_the_faster_way(faster: int) -> None:
+    calls = 1500
+    ways = _C.testing.ways_of_waits((3e-4, 1e-5) if faster == 1 else (1e-5, 3e-4), calls)
+    changes = sum(a != b for a, b in zip(ways, ways[1:], strict=False))
+    assert 10 < changes < calls / 32
+    assert ways[-1] == faster
+    assert len(set(ways[-64:])) == 1

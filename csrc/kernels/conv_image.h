@@ -120,7 +120,7 @@ template <class Block>
 void conv_from_image(const ConvCall& call, const ImagePlan<Block>& images) {
   const GemmCall first = product_call(call, 0);
   const GemmPlan<Block> plan(first, RowBlocks(first.m, images.block_rows, false),
-                             GemmPlan<Block>::Rows::of_view_in_place);
+                             GemmPlan<Block>::Rows::in_place_of_view);
   EpilogueFn* epilogue = select_epilogue<Block>(first);
   const PieceTable<Block> table(images.image, plan, first.weight.k_tiles);
   each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {

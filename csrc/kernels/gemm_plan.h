@@ -99,23 +99,47 @@ struct GemmPlan : RowBlocks {
   // Where rows stay: between how many row blocks, and what a chunk is then.
   static constexpr int64_t kLeastFewRowBlocks = 3, kMostFewRowBlocks = 7, kShortKBlock = 8, kPanelsOfFewRows = 4;
 
-  // Whose rows of A are multiplied.
-  enum class Rows : uint8_t { of_call, of_view, of_view_in_place };
+  // How rows of A come: as they do for many; those of a view that says where they are, whatever call.a says; few of a call
+  // whose rows may stay in L1 (rows_stay).
+  enum class Rows : uint8_t { pass, in_place_of_view, stay };
 
-  explicit GemmPlan(const GemmCall& call, Rows rows = Rows::of_view)
+  explicit GemmPlan(const GemmCall& call, Rows rows = Rows::pass)
       : GemmPlan(call, RowBlocks(call.m, most_rows(call), Block::kEvenRows), rows) {}
   GemmPlan(const GemmCall& call, const RowBlocks& blocks, Rows rows) : RowBlocks(blocks) {
     const PackedWeight& w = call.weight;
-    rows_stay = rows == Rows::of_call && rows_may_stay(call);
+    rows_stay = rows == Rows::stay;
     k_block_tiles = even_k_block(w.k_tiles, most_k_block_tiles(w.k_tiles));
+    if (rows_stay) {
+      const int64_t long_block = k_block_tiles;
+      k_block_tiles = even_k_block(long_block, kShortKBlock);
+      short_blocks = ceil_div(long_block, k_block_tiles);
+    }
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
     const int64_t step = step_of_rows<Block>(call);
-    reads_in_place = rows == Rows::of_view_in_place || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));
+    reads_in_place = rows == Rows::in_place_of_view || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));
     choose_chunks(w.panel_bytes);
     panel_by_panel = !Block::kBackground && w.k_tiles * Block::kTileK <= kShortSums && call.tuning.chunk_panels == 0;
     max_threads = xopt::max_threads();
     choose_grid(w.panels);
     apply(call.tuning, w.panels);
+  }
+
+  // Where few rows pass, most of the time is what it takes to bring in weights from memory, and that goes together with
+  // products the better the less these take from L2 (csrc/README.md). So k goes by short blocks, of which a row block's
+  // values are in L1 while a chunk's panels pass; sums wait in L2. Weights that L2 may hold are better read in one go: 0.85.
+  static bool rows_may_stay(const GemmCall& call) {
+    const PackedWeight& w = call.weight;
+    const int64_t blocks = ceil_div(call.m, Block::kRows);
+    if (!Block::kBackground || blocks < kLeastFewRowBlocks || blocks > kMostFewRowBlocks) return false;
+    if (w.k_tiles < 2 * kShortKBlock || w.panels * w.panel_bytes <= l2_bytes() / 2) return false;
+    // Every second panel of an output that leaves L2 is every second line on its way to memory.
+    if (call.m * w.n * dtype_size(call.epilogue.out_dtype) > xopt::max_threads() * l2_bytes()) return false;
+    const int64_t long_block = even_k_block(w.k_tiles, Block::kMaxTiles);
+    if (w.k_tiles == long_block) return true;
+    // A copy of rows does not hold so much of k, and short blocks have to be what long ones are cut into.
+    const int64_t step = tiles_in_place<Block>(Merged(call.a), w, call.m).step;
+    return long_block % even_k_block(long_block, kShortKBlock) == 0 && call.m % kTileRows == 0 && step != 0 &&
+           !tile_rows_meet(step);
   }
 
   int64_t tiles_of(int64_t k_block, int64_t k_tiles) const {
@@ -140,26 +164,11 @@ struct GemmPlan : RowBlocks {
   int64_t pass_k_blocks;               // k blocks that a row block goes through before the next has its turn
   bool panel_by_panel;                 // where weights stay in L2
   bool rows_stay;  // tiles, few row blocks: a short k block of a row block stays in L1 while the chunk's panels pass
+  int64_t short_blocks = 1;    // then, of what would be a k block
   bool keeps_weights = false;  // tiles: a chunk's weights stay in L2, rows of A stream; else the other way round
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
  private:
-  // Where few rows pass, most of the time is what it takes to bring in weights from memory, and that goes together with
-  // products the better the less these take from L2 (csrc/README.md). So k goes by short blocks, of which a row block's
-  // values are in L1 while a chunk's panels pass; sums wait in L2. Weights that L2 may hold are better read in one go: 0.85.
-  static bool rows_may_stay(const GemmCall& call) {
-    const PackedWeight& w = call.weight;
-    const int64_t blocks = ceil_div(call.m, Block::kRows);
-    if (!Block::kBackground || blocks < kLeastFewRowBlocks || blocks > kMostFewRowBlocks) return false;
-    if (w.k_tiles < 2 * kShortKBlock || w.panels * w.panel_bytes <= l2_bytes() / 2) return false;
-    // Every second panel of an output that leaves L2 is every second line on its way to memory.
-    if (call.m * w.n * dtype_size(call.epilogue.out_dtype) > xopt::max_threads() * l2_bytes()) return false;
-    if (w.k_tiles <= Block::kMaxTiles) return true;
-    const int64_t step =
-        tiles_in_place<Block>(Merged(call.a), w, call.m).step;  // a copy of rows does not hold so much of k
-    return call.m % kTileRows == 0 && step != 0 && !tile_rows_meet(step);
-  }
-
   // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
   static int64_t even_k_block(int64_t k_tiles, int64_t most) {
     return maximum<int64_t>(1, ceil_div(k_tiles, maximum<int64_t>(1, ceil_div(k_tiles, most))));
@@ -181,7 +190,6 @@ struct GemmPlan : RowBlocks {
   // added up in the order of k blocks, so it must not depend on the number of threads.
   int64_t most_k_block_tiles(int64_t k_tiles) const {
     constexpr int64_t kLong = 96, kMany = 32;
-    if (rows_stay) return kShortKBlock;
     return Block::kBackground && k_tiles > kLong && row_blocks >= kMany ? minimum<int64_t>(64, Block::kMaxTiles)
                                                                         : Block::kMaxTiles;
   }

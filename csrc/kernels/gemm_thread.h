@@ -19,6 +19,8 @@
 // prefetches in their loops cost more than the first row block's misses.)
 // With AMX and many row blocks it is the other way round (GemmPlan::keeps_weights): a chunk has as many panels as L2 holds,
 // its first row block fetches the next panel's weights, and rows of A stream by.
+// With AMX and few row blocks it may be neither (GemmPlan::rows_stay): of a short k block rows stay in L1 while a chunk's
+// panels, every second one of a group, pass, and all row blocks go through it before the next.
 // A call with one row block goes panel by panel, so that weights stream in their order in memory.
 #pragma once
 
@@ -269,10 +271,12 @@ class GemmThread {
     background_.finish_epilogue();
   }
 
-  // The k block that a panel has come to. Where sums wait between short ones, a panel that goes backwards goes through them
-  // backwards as well: its sums do not depend on how k is cut.
+  // The k block that a panel has come to. One that goes backwards takes the short ones of a long one backwards as well: its
+  // sums do not depend on whether rows stay.
   int64_t k_block_of(int64_t panel, int64_t turn) const {
-    return plan_.rows_stay && w_.goes_backwards(panel) ? plan_.k_blocks - 1 - turn : turn;
+    if (!plan_.rows_stay || !w_.goes_backwards(panel)) return turn;
+    const int64_t first = turn / plan_.short_blocks * plan_.short_blocks;
+    return first + minimum(first + plan_.short_blocks, plan_.k_blocks) - 1 - turn;
   }
 
   // What all panels of a row block's k block `kb`, whose turn it is at `place`, have in common.

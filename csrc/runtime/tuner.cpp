@@ -285,7 +285,7 @@ std::vector<Tuning> blockings_of(const TuningKey& key, Isa usual) {
     if (key.threads % rows == 0) add([&](Tuning& choice) { choice.grid_rows = static_cast<int16_t>(rows); });
   }
   if (depthwise) return found;
-  if (usual != Isa::amx) {
+  if (usual != Isa::amx || key.kernel == "gemm") {
     for (const TunedStay stay : {TunedStay::never, TunedStay::always}) add([&](Tuning& c) { c.weights_stay = stay; });
   }
   // Vector blocks read floats out of a padded image wherever they can; integers always come as patches.
