@@ -6,6 +6,7 @@ first ones, go a third one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_gates_norms_and_residuals(rows: int, threads: int) -> None:
 def test_calls_take_turns_in_stretches_and_then_go_the_faster_way(faster: int) -> None:
     calls = 1500
     ways = _C.testing.ways_of_waits((3e-4, 1e-5) if faster == 1 else (1e-5, 3e-4), calls)
-    changes = sum(a != b for a, b in zip(ways, ways[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(ways))
     assert 10 < changes < calls / 32
     assert ways[-1] == faster
     assert len(set(ways[-64:])) == 1
