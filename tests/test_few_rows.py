@@ -94,6 +94,15 @@ def test_rows_that_are_converted_on_their_way_in(rows: int, threads: int) -> Non
     expect_product(ops.linear(x[:rows], packed, COLUMNS), x[:rows].bfloat16(), weight)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["in place", "copied"])
+def test_as_few_products_as_sanitizers_have_time_for(dtype: torch.dtype) -> None:
+    columns, depth = 1090, 1024
+    x, weight = torch.randn(70, depth).to(dtype), torch.randn(columns, depth).bfloat16()
+    got = ops.linear(x, ops.linear_pack(weight, dtype=torch.bfloat16), columns)
+    expect_product(got, x.bfloat16(), weight)
+
+
 @pytest.mark.parametrize("rows", [96, 100, 224])
 @pytest.mark.parametrize("with_zero_points", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
