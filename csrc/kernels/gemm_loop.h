@@ -98,6 +98,12 @@ class GemmLoop {
   const GemmPlan<Block> plan_;
 };
 
+// Of all dtypes and lengths, so that a model finds out soon.
+inline FasterWay& ways_of_few_rows() {
+  static FasterWay ways;
+  return ways;
+}
+
 // Whether rows had better stay depends on how a core's products and what it reads from memory go together, and so on the
 // machine: 128 rows on two cores are 1.1 to 1.2 times as fast by it on Granite Rapids, 0.92 on Emerald Rapids, with eight
 // cores 1.04 there.
@@ -107,7 +113,7 @@ void gemm_of_few_rows(const GemmCall& call) {
   if (call.tuning.weights_stay != TunedStay::automatic) {
     return GemmLoop<Block>(call, call.tuning.weights_stay == TunedStay::never ? Rows::stay : Rows::pass).run();
   }
-  static FasterWay ways;
+  FasterWay& ways = ways_of_few_rows();
   const FasterWay::Call measured = ways.begin();
   GemmLoop<Block>(call, measured.way == 1 ? Rows::stay : Rows::pass).run();
   const int64_t steps = ceil_div(call.m, Block::kRows) * call.weight.panels * call.weight.k_tiles;

@@ -23,7 +23,7 @@ class FasterWay {
  private:
   static constexpr int kSkipped = 8;          // calls of a stretch, of which those before went the other way
   static constexpr int kCallsOfStretch = 64;  // a forward or so
-  static constexpr int kStretches = 11;       // of each way
+  static constexpr int kStretches = 7;        // of each way
   static constexpr int kUndecided = -1;
 
   void end_stretch();
