@@ -184,6 +184,7 @@ struct TileBlock {
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
+    VectorsAwake awake;
     // What stands before the next step's first loads, and after them.
     const auto most_of_step = [&](auto first) __attribute__((always_inline)) {
       if constexpr (first) XOPT_BEGIN_SUMS(0, 0);
@@ -202,6 +203,7 @@ struct TileBlock {
       XOPT_DOT(3, 5, 7);
       XOPT_TILE_ZERO(5);
       XOPT_TILE_ZERO(7);
+      awake.step();
     };
     const auto next_step = [&]() __attribute__((always_inline)) {
       a.next();
@@ -232,6 +234,7 @@ struct TileBlock {
     const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
     const int64_t b_advance = direction(call) * 2 * kTileBytes;
     Ahead ahead(call);
+    VectorsAwake awake;
     XOPT_BEGIN_SUMS(0, 0);
     XOPT_BEGIN_SUMS(1, kRight);
     for (int64_t t = 0; t < call.k_tiles; ++t, b += b_advance) {
@@ -244,6 +247,7 @@ struct TileBlock {
       XOPT_DOT(1, 4, 7);
       XOPT_TILE_ZERO(4);
       XOPT_TILE_ZERO(7);
+      awake.step();
       ahead.step();
       between.step();
     }
