@@ -105,7 +105,7 @@ class GemmThread {
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
     if (finishes_panels_) panel_output_.begin(panels, columns.as<uint8_t>());
-    fetches_output_ = output_leaves_l2();
+    fetches_output_ = fetches_output();
     acc_ = acc.as<uint8_t>();
     a_ = a.as<uint8_t>();
     row_sums_ = row_sums.as<int32_t>();
@@ -138,11 +138,15 @@ class GemmThread {
   }
 
   // What a thread writes, which then has to come back to be written. With tiles 16 x 56 x 56 x 256 gained a fifth by being
-  // fetched; what stays in L2 gains nothing, and short sums lose a tenth.
-  bool output_leaves_l2() const {
+  // fetched. What stays in L2 gains where sums are short (3136 x 256 x 64 a tenth), and nothing where they are long.
+  bool fetches_output() const {
+    constexpr int64_t kFewTiles = 8;
     const Epilogue& e = call_.epilogue;
     const int64_t bytes = call_.m * w_.n / (plan_.grid_rows * plan_.grid_panels) * dtype_size(e.out_dtype);
-    if (Block::kBackground) return finishes_panels_ && e.out_dtype == DType::bf16 && bytes > l2_bytes();
+    if (Block::kBackground) {
+      const bool pays = bytes > l2_bytes() || w_.k_tiles <= kFewTiles;
+      return finishes_panels_ && e.out_dtype == DType::bf16 && pays;
+    }
     return e.positions == nullptr && bytes > l2_bytes() / 2;
   }
 
@@ -375,14 +379,15 @@ class GemmThread {
     if (by_panels()) turn_ ^= 1;
   }
 
-  // The output of a panel some panels on, if it is to be fetched.
+  // The output of the next panel, if it is to be fetched.
   const Bf16* output_ahead(int64_t rb, int64_t panel) const {
     if (!fetches_output_) return nullptr;
-    const int64_t panels = chunk_size();
-    int64_t ahead = (panel - panels_.begin) / panel_step_ + Output::kPanelsAhead;
-    for (; ahead >= panels; ahead -= panels) ++rb;
-    if (rb >= rows_.end) return nullptr;
-    return panel_output_.place(plan_.first_row(rb), panels_.begin + ahead * panel_step_);
+    panel += panel_step_;
+    if (panel >= panels_.end) {
+      panel = panels_.begin;
+      if (++rb >= rows_.end) return nullptr;
+    }
+    return panel_output_.place(plan_.first_row(rb), panel);
   }
 
   // The rows that no copy would bring in before their products: those after the chunk's last are another chunk's, or of
