@@ -163,11 +163,11 @@ class RasterThread {
       call.backwards = w_.goes_backwards(panel);
       fetch_ahead(block, last ? panel + panels.size() : panel, last ? 0 : k_tile + call.k_tiles, last_panel, &call);
       background_.prefetches.clear();
-      if (last && call.k_tiles > 0) {
+      if (last && call.k_tiles > 0 && !finishes_panels_) {
         background_.prefetches.add_other(call_.epilogue, outputs.row(), rows(at), panel * kPanelColumns, call.k_tiles);
       }
       run_block(rows(at), call);
-      if (last) finish_sums(outputs, rows(at), panel, call);
+      if (last) finish_sums(outputs, rows(at), panel, panels, call);
     }
   }
 
@@ -194,11 +194,16 @@ class RasterThread {
     call->ahead_lines = more ? lines : 0;
   }
 
-  void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel, const BlockCall& call) {
+  void finish_sums(const Raster::Outputs& outputs, int64_t rows, int64_t panel, Range panels, const BlockCall& call) {
     turn_ ^= 1;
-    if (finishes_panels_) return output_.defer(call.acc, outputs, rows, panel);
+    if (finishes_panels_) return output_.defer(call.acc, outputs, rows, panel, next_panel(panel, panels));
     const EpilogueStrip done = strips_.next(call_.epilogue, w_, {panel, panel + 1}, call.acc);
     background_.defer_epilogue(&call_, done, rows, call.k_tiles, outputs);
+  }
+  // Of the next row block not all positions may be outputs.
+  NextPanel next_panel(int64_t panel, Range panels) const {
+    if (panel + 1 < panels.end) return output_.next(0, 1, false);
+    return output_.next(Block::kRows, panels.begin - panel, false);
   }
   void finish_epilogue() {
     Block::store(kept_);

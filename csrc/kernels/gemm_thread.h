@@ -319,7 +319,7 @@ class GemmThread {
         if (lines.count > 0) background_.prefetches.add(lines);
       }
     }
-    if (place.kb + 1 == plan_.k_blocks) prefetch_epilogue(place.rb, panel, block->k_tiles);
+    if (place.kb + 1 == plan_.k_blocks && !finishes_panels_) prefetch_epilogue(place.rb, panel, block->k_tiles);
   }
 
   // A row block's products with one panel.
@@ -375,19 +375,15 @@ class GemmThread {
     panel_output_.template run<Block>(rows, block, background_);
     if (place.kb + 1 < plan_.k_blocks) return;
     const RowsInOrder outputs{plan_.first_row(place.rb)};
-    panel_output_.defer(block.acc, outputs, rows, panel, output_ahead(place.rb, panel));
+    panel_output_.defer(block.acc, outputs, rows, panel, next_panel(place.rb, panel));
     if (by_panels()) turn_ ^= 1;
   }
 
-  // The output of the next panel, if it is to be fetched.
-  const Bf16* output_ahead(int64_t rb, int64_t panel) const {
-    if (!fetches_output_) return nullptr;
-    panel += panel_step_;
-    if (panel >= panels_.end) {
-      panel = panels_.begin;
-      if (++rb >= rows_.end) return nullptr;
-    }
-    return panel_output_.place(plan_.first_row(rb), panel);
+  NextPanel next_panel(int64_t rb, int64_t panel) const {
+    if (panel + panel_step_ < panels_.end) return panel_output_.next(0, panel_step_, fetches_output_);
+    if (rb + 1 >= rows_.end) return {};
+    const int64_t rows = plan_.first_row(rb + 1) - plan_.first_row(rb);
+    return panel_output_.next(rows, panels_.begin - panel, fetches_output_);
   }
 
   // The rows that no copy would bring in before their products: those after the chunk's last are another chunk's, or of

@@ -73,6 +73,12 @@ struct PanelColumns<int32_t> {
   I offset[kVectors];
 };
 
+// From a panel that is finished to the one after it, in elements: what is fetched meanwhile, for writing and for reading;
+// 0: nothing.
+struct NextPanel {
+  int64_t out = 0, other = 0;
+};
+
 // Rows of one panel. Outputs: which rows of the product they are (gemm_background.h).
 template <class Acc, class Outputs>
 class PanelFinish {
@@ -92,14 +98,13 @@ class PanelFinish {
   }
 
   // A panel whose sums are complete, the product's columns from `column` on; `common`: what PanelColumns tells of them.
-  // `ahead`: the output of a panel to come, of as many rows, which is fetched for writing meanwhile, or nullptr.
   void start(const Acc* sums, const uint8_t* common, int64_t column, const Outputs& outputs, int64_t rows,
-             const Bf16* ahead) {
+             NextPanel next_panel) {
     sums_ = sums;
     common_ = common;
     column_ = column;
     outputs_ = outputs;
-    ahead_ = ahead;
+    next_panel_ = next_panel;
     next_ = 0;
     rows_ = rows;
   }
@@ -212,11 +217,11 @@ class PanelFinish {
     const Acc* sums = sums_ + first * kPanelColumns;
     out += row * out_stride + column_;
     if constexpr (Adds) other += row * other_stride + column_;
-    const Bf16* ahead = ahead_ != nullptr ? ahead_ + first * out_stride : nullptr;
+    const NextPanel next = next_panel_;
     for (int64_t i = first; i < last; ++i, sums += kPanelColumns, out += out_stride) {
-      if (ahead != nullptr) {
-        fetch_for_writing(ahead);
-        ahead += out_stride;
+      if (next.out != 0) fetch_for_writing(out + next.out);
+      if constexpr (Adds) {
+        if (next.other != 0) fetch_columns(other + next.other);
       }
       F x[kVectors];
 #pragma GCC unroll 4
@@ -232,6 +237,14 @@ class PanelFinish {
     }
   }
 
+  // Of a row of a panel.
+  template <class Other>
+  static XOPT_INLINE void fetch_columns(const Other* row) {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Other));
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < kPanelColumns; i += kLine) __builtin_prefetch(row + i);
+  }
+
   Finish<Bf16> finish_;
   float* floats_ = nullptr;
   const float* added_floats_ = nullptr;
@@ -240,7 +253,7 @@ class PanelFinish {
   int64_t column_ = 0;
   Outputs outputs_{};
   int64_t next_ = 0, rows_ = 0, at_once_ = 0, steps_ = -1;
-  const Bf16* ahead_ = nullptr;
+  NextPanel next_panel_;
 };
 
 // The panels of a thread's part, one after the other.
@@ -275,10 +288,13 @@ class PanelOutput {
                   adds_floats ? static_cast<const float*>(e.other) : nullptr);
   }
 
-  // Of output of bf16.
-  Bf16* place(int64_t row, int64_t panel) const {
+  // What is fetched while a panel is finished, if the next one is so many rows and panels further. `fetches_out`: its output
+  // too, which is of bf16.
+  NextPanel next(int64_t rows, int64_t panels, bool fetches_out) const {
     const Epilogue& e = call_.epilogue;
-    return static_cast<Bf16*>(e.out) + (row - out_row_offset_) * e.out_row_stride + panel * kPanelColumns;
+    const int64_t columns = panels * kPanelColumns;
+    return {fetches_out ? rows * e.out_row_stride + columns : 0,
+            e.other_row_stride != 0 ? rows * e.other_row_stride + columns : 0};
   }
 
   // A block, between whose products the panel before is finished and what stands in the background is done.
@@ -289,11 +305,10 @@ class PanelOutput {
     Block::run(rows, call, between);
     before_.rest();
   }
-  // A panel whose sums are complete, and stay untouched until the next one's are. `ahead`: the output of the one to come, of
-  // as many rows, if it is to be fetched, or nullptr.
-  void defer(const void* sums, const Outputs& outputs, int64_t rows, int64_t panel, const Bf16* ahead = nullptr) {
+  // A panel whose sums are complete, and stay untouched until the next one's are.
+  void defer(const void* sums, const Outputs& outputs, int64_t rows, int64_t panel, NextPanel next = {}) {
     before_.start(static_cast<const Acc*>(sums), columns_ + (panel - first_panel_) * kColumnBytes,
-                  panel * kPanelColumns, outputs, rows, ahead);
+                  panel * kPanelColumns, outputs, rows, next);
   }
   void finish() { before_.rest(); }
 
