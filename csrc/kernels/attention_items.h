@@ -9,14 +9,15 @@
 namespace xopt::XOPT_ISA {
 
 struct AttentionItems : RowBlocks {
-  static constexpr int64_t kMostRows = 1024;  // of an item: their sums stay in L2 or near it
+  static constexpr int64_t kMostRows = 1024;  // of an item, on vectors: their sums stay in L2 or near it
   static constexpr int64_t kLeastRows = 128;  // fewer would pack keys and values for too little
 
-  AttentionItems(const AttentionCall& attention, int64_t most_rows, bool even)
+  // `item_rows`: of an item at most.
+  AttentionItems(const AttentionCall& attention, int64_t most_rows, bool even, int64_t item_rows = kMostRows)
       : RowBlocks(attention.queries * attention.group, most_rows, even),
         call(attention),
         threads(xopt::max_threads()),
-        parts(ceil_div(rows, kMostRows)) {
+        parts(ceil_div(rows, item_rows)) {
     const int64_t heads = call.batch * call.heads;
     if (heads % threads != 0 && heads < 4 * threads) {
       const int64_t balanced = minimum(ceil_div(4 * threads, heads), ceil_div(rows, kLeastRows));

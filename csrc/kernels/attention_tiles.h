@@ -94,11 +94,16 @@ class TileAttention {
 
   void chunk_of_block(int64_t block) {
     const Range fetched = share(upcoming_.keys.count, blocks_.size(), block - blocks_.begin);
-    prefetch_rows(upcoming_.keys, fetched.begin, fetched.end);
-    prefetch_rows(upcoming_.values, fetched.begin, fetched.end);
     const KeyRange seen = plan_.keys_of({block, block + 1});
     const int64_t end = minimum(seen.end, chunk_ + plan_.chunk_keys);
-    for (int64_t key = chunk_; key < end; key += plan_.step_keys) {
+    // With each step its share: many at once would be waited for.
+    const int64_t steps = maximum<int64_t>(1, ceil_div(end - chunk_, plan_.step_keys));
+    const int64_t rows = ceil_div(fetched.size(), steps);
+    int64_t row = fetched.begin;
+    for (int64_t key = chunk_; key < end; key += plan_.step_keys, row += rows) {
+      const int64_t row_end = minimum(row + rows, fetched.end);
+      prefetch_rows(upcoming_.keys, row, row_end);
+      prefetch_rows(upcoming_.values, row, row_end);
       if (key + plan_.step_keys <= seen.begin) continue;
       const TileStep step{block, key, minimum(plan_.step_keys, seen.end - key), key <= seen.begin,
                           seen.end <= key + plan_.step_keys};
