@@ -83,9 +83,8 @@ struct NextPanel {
 template <class Acc, class Outputs>
 class PanelFinish {
   static constexpr bool kInOrder = std::is_same_v<Outputs, RowsInOrder>;
-  // Done at once: what they have in common costs as much as two or three of them (four in place of one or two: 1024 x 768 x
-  // 768 1.07 times as fast), and where they have to be found, as some more.
-  static constexpr int64_t kLeastRows = kInOrder ? 4 : 8;
+  static constexpr int64_t kLeastRows =
+      8;  // done at once: what they have in common costs as much as two or three of them
   static constexpr int64_t kVectors = kPanelColumns / kWidth;
 
  public:
@@ -95,6 +94,8 @@ class PanelFinish {
     finish_ = finish;
     floats_ = floats;
     added_floats_ = added_floats;
+    whole_panel_ = rows_for<WholeRow>();
+    part_of_panel_ = rows_for<PartOfRow>();
   }
 
   // A panel whose sums are complete, the product's columns from `column` on; `common`: what PanelColumns tells of them.
@@ -105,6 +106,7 @@ class PanelFinish {
     column_ = column;
     outputs_ = outputs;
     next_panel_ = next_panel;
+    run_ = finish_.columns - column >= kPanelColumns ? whole_panel_ : part_of_panel_;
     next_ = 0;
     rows_ = rows;
   }
@@ -127,6 +129,7 @@ class PanelFinish {
 
   // Columns of a row: all of the panel's, or the first of them.
   struct WholeRow {
+    explicit WholeRow(int64_t) {}
     template <class In>
     XOPT_INLINE F read(const In* p, int64_t v) const {
       return load(p + v * kWidth);
@@ -160,64 +163,68 @@ class PanelFinish {
 
   XOPT_INLINE void some_rows(int64_t end) {
     if constexpr (kInOrder) {
-      run(outputs_.row + next_, next_, end);  // in the block's own loop
+      run_(*this, outputs_.row + next_, next_, end);
     } else {
-      outputs_.each(next_, end, [this](int64_t row, int64_t first, int64_t last) { run(row, first, last); });
+      outputs_.each(next_, end, [this](int64_t row, int64_t first, int64_t last) { run_(*this, row, first, last); });
     }
     next_ = end;
   }
 
-  // Rows of the panel that follow each other in the product from `row` on.
-  XOPT_INLINE void run(int64_t row, int64_t first, int64_t last) {
-    if (floats_ != nullptr) return rows_of_floats(row, first, last);
-    if (finish_.columns - column_ < kPanelColumns) return part_of_rows(row, first, last);
-    run_on(WholeRow{}, finish_.out, finish_.other, row, first, last);
-  }
-  [[gnu::noinline]] void part_of_rows(int64_t row, int64_t first, int64_t last) const {
-    run_on(PartOfRow(finish_.columns - column_), finish_.out, finish_.other, row, first, last);
-  }
-  [[gnu::noinline]] void rows_of_floats(int64_t row, int64_t first, int64_t last) const {
-    if (added_floats_ != nullptr) return rows_of_floats(added_floats_, row, first, last);
-    rows_of_floats(finish_.other, row, first, last);
-  }
-  template <class Other>
-  XOPT_INLINE void rows_of_floats(const Other* other, int64_t row, int64_t first, int64_t last) const {
-    if (finish_.columns - column_ >= kPanelColumns) return run_on(WholeRow{}, floats_, other, row, first, last);
-    run_on(PartOfRow(finish_.columns - column_), floats_, other, row, first, last);
-  }
+  // Rows of the panel that follow each other in the product from `row` on. Which of many ways they go is decided once: in
+  // the loop of a block's products each branch costs, and more so the space that all ways would take there.
+  using Rows = void(const PanelFinish& panel, int64_t row, int64_t first, int64_t last);
 
   // Most values have a lower limit at most; looking for an upper one takes a sixth of the time of all else.
   enum class Clamp : uint8_t { none, low, both };
 
-  // `out`, `other`: the product's row 0 and column 0.
+  template <class Columns>
+  Rows* rows_for() const {
+    if (floats_ == nullptr) return rows_of<Columns, Bf16, Bf16>();
+    return added_floats_ != nullptr ? rows_of<Columns, float, float>() : rows_of<Columns, float, Bf16>();
+  }
   template <class Columns, class Out, class Other>
-  XOPT_INLINE void run_on(const Columns& columns, Out* out, const Other* other, int64_t row, int64_t first,
-                          int64_t last) const {
-    if (!finish_.clamps) return run_clamped<Clamp::none>(columns, out, other, row, first, last);
-    if (finish_.high == std::numeric_limits<float>::infinity()) {
-      return run_clamped<Clamp::low>(columns, out, other, row, first, last);
-    }
-    run_clamped<Clamp::both>(columns, out, other, row, first, last);
+  Rows* rows_of() const {
+    if (!finish_.clamps) return rows_with<Clamp::none, Columns, Out, Other>();
+    const bool low = finish_.high == std::numeric_limits<float>::infinity();
+    return low ? rows_with<Clamp::low, Columns, Out, Other>() : rows_with<Clamp::both, Columns, Out, Other>();
   }
   template <Clamp kClamp, class Columns, class Out, class Other>
-  XOPT_INLINE void run_clamped(const Columns& columns, Out* out, const Other* other, int64_t row, int64_t first,
-                               int64_t last) const {
-    if (other == nullptr) return rows<kClamp, false, false>(columns, out, other, row, first, last);
-    if (finish_.clamp_last) return rows<kClamp, true, true>(columns, out, other, row, first, last);
-    rows<kClamp, true, false>(columns, out, other, row, first, last);
+  Rows* rows_with() const {
+    if (finish_.other == nullptr) return &rows<kClamp, false, false, Columns, Out, Other>;
+    return finish_.clamp_last ? &rows<kClamp, true, true, Columns, Out, Other>
+                              : &rows<kClamp, true, false, Columns, Out, Other>;
+  }
+
+  // Of the product's row 0 and column 0.
+  template <class Out>
+  XOPT_INLINE Out* out() const {
+    if constexpr (std::is_same_v<Out, float>) {
+      return floats_;
+    } else {
+      return finish_.out;
+    }
+  }
+  template <class Other>
+  XOPT_INLINE const Other* other() const {
+    if constexpr (std::is_same_v<Other, float>) {
+      return added_floats_;
+    } else {
+      return finish_.other;
+    }
   }
 
   template <Clamp kClamp, bool Adds, bool ClampLast, class Columns, class Out, class Other>
-  XOPT_INLINE void rows(const Columns& columns, Out* out, const Other* other, int64_t row, int64_t first,
-                        int64_t last) const {
+  static void rows(const PanelFinish& panel, int64_t row, int64_t first, int64_t last) {
     // In registers: as members, places would be written and read again for each row.
-    const int64_t out_stride = finish_.out_stride, other_stride = finish_.other_stride;
-    const PanelColumns<Acc> common(common_);
-    const F low = set1(finish_.low), high = set1(finish_.high);
-    const Acc* sums = sums_ + first * kPanelColumns;
-    out += row * out_stride + column_;
-    if constexpr (Adds) other += row * other_stride + column_;
-    const NextPanel next = next_panel_;
+    const Finish<Bf16>& finish = panel.finish_;
+    const int64_t out_stride = finish.out_stride, other_stride = finish.other_stride;
+    const Columns columns(finish.columns - panel.column_);
+    const PanelColumns<Acc> common(panel.common_);
+    const F low = set1(finish.low), high = set1(finish.high);
+    const Acc* sums = panel.sums_ + first * kPanelColumns;
+    Out* out = panel.out<Out>() + row * out_stride + panel.column_;
+    const Other* other = Adds ? panel.other<Other>() + row * other_stride + panel.column_ : nullptr;
+    const NextPanel next = panel.next_panel_;
     for (int64_t i = first; i < last; ++i, sums += kPanelColumns, out += out_stride) {
       if (next.out != 0) fetch_for_writing(out + next.out);
       if constexpr (Adds) {
@@ -254,6 +261,7 @@ class PanelFinish {
   Outputs outputs_{};
   int64_t next_ = 0, rows_ = 0, at_once_ = 0, steps_ = -1;
   NextPanel next_panel_;
+  Rows *whole_panel_ = nullptr, *part_of_panel_ = nullptr, *run_ = nullptr;
 };
 
 // The panels of a thread's part, one after the other.
