@@ -174,24 +174,26 @@ class PanelFinish {
   // the loop of a block's products each branch costs, and more so the space that all ways would take there.
   using Rows = void(const PanelFinish& panel, int64_t row, int64_t first, int64_t last);
 
-  // Most values have a lower limit at most; looking for an upper one takes a sixth of the time of all else.
   enum class Clamp : uint8_t { none, low, both };
 
   template <class Columns>
   Rows* rows_for() const {
-    if (floats_ == nullptr) return rows_of<Columns, Bf16, Bf16>();
-    return added_floats_ != nullptr ? rows_of<Columns, float, float>() : rows_of<Columns, float, Bf16>();
-  }
-  template <class Columns, class Out, class Other>
-  Rows* rows_of() const {
-    if (!finish_.clamps) return rows_with<Clamp::none, Columns, Out, Other>();
-    const bool low = finish_.high == std::numeric_limits<float>::infinity();
-    return low ? rows_with<Clamp::low, Columns, Out, Other>() : rows_with<Clamp::both, Columns, Out, Other>();
+    if (floats_ != nullptr) {
+      return added_floats_ != nullptr ? rows_with<Clamp::both, Columns, float, float>()
+                                      : rows_with<Clamp::both, Columns, float, Bf16>();
+    }
+    if constexpr (std::is_same_v<Columns, WholeRow>) {
+      // Most values have a lower limit at most; looking for an upper one takes a sixth of the time of all else.
+      if (!finish_.clamps) return rows_with<Clamp::none, Columns, Bf16, Bf16>();
+      if (finish_.high == std::numeric_limits<float>::infinity()) return rows_with<Clamp::low, Columns, Bf16, Bf16>();
+    }
+    return rows_with<Clamp::both, Columns, Bf16, Bf16>();
   }
   template <Clamp kClamp, class Columns, class Out, class Other>
   Rows* rows_with() const {
     if (finish_.other == nullptr) return &rows<kClamp, false, false, Columns, Out, Other>;
-    return finish_.clamp_last ? &rows<kClamp, true, true, Columns, Out, Other>
+    constexpr bool kClampLast = kClamp != Clamp::none;
+    return finish_.clamp_last ? &rows<kClamp, true, kClampLast, Columns, Out, Other>
                               : &rows<kClamp, true, false, Columns, Out, Other>;
   }
 
