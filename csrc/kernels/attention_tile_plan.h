@@ -37,9 +37,14 @@ struct TilePlan : AttentionItems {
  private:
   // Of an item, which packs its keys and values: with 1024 rows to 4096 keys that took a sixth of the time (8 heads of depth
   // 40 or 160 on Granite Rapids: 2048 are 1.1 times as fast). Where keys are few, rows leave the caches between their
-  // copies, products and outputs (8 x 1024 x 77 x 80: 512 are 1.2 times as fast as 1024).
+  // copies, products and outputs (8 x 1024 x 77 x 80: 512 are 1.2 times as fast as 1024). Threads that are not equally fast
+  // want some items to share (two for each of eight threads on busy Emerald Rapids cores: medians 0.8 to 1.05, least times
+  // 1.1 to 1.2).
   static int64_t item_rows(const AttentionCall& call) {
-    return maximum<int64_t>(512, minimum<int64_t>(2 * call.keys, 2048));
+    constexpr int64_t kItemsOfThread = 4;
+    const int64_t most = maximum<int64_t>(512, minimum<int64_t>(2 * call.keys, 2048));
+    const int64_t items = call.batch * call.heads * ceil_div(call.queries * call.group, most);
+    return items >= kItemsOfThread * xopt::max_threads() ? most : minimum(most, kMostRows);
   }
 
   void choose_chunk() {
