@@ -76,13 +76,6 @@ void pack_keys(const HeadRows<T>& keys, uint8_t* panels) {
         transpose_tile(reinterpret_cast<const uint8_t*>(from), keys.row_stride * static_cast<int64_t>(sizeof(T)), to);
         continue;
       }
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-      if (sizeof(T) == sizeof(To) && rows == kTileColumns) {
-        const auto size = static_cast<int64_t>(sizeof(T));
-        transpose_part(reinterpret_cast<const uint8_t*>(from), keys.row_stride * size, count * size, to);
-        continue;
-      }
-#endif
       alignas(64) To staged[kTileColumns * k_tile];
       if (rows < kTileColumns || count < k_tile) __builtin_memset(staged, 0, sizeof(staged));
       for (int64_t row = 0; row < rows; ++row) convert_row(from + row * keys.row_stride, count, staged + row * k_tile);
@@ -103,7 +96,8 @@ XOPT_INLINE void interleave(const void* first, const void* second, uint8_t* to) 
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
 // Rows of two tiles side by side: 32 columns of two keys.
-XOPT_INLINE void interleave_panel(__m512i a, __m512i b, uint8_t* to) {
+XOPT_INLINE void interleave_panel(const void* first, const void* second, uint8_t* to) {
+  const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
   const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);  // of each four words
   const __m512i left = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), right = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
   _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, left, high));
@@ -130,43 +124,12 @@ XOPT_INLINE void pack_value_row(const HeadRows<T>& values, int64_t key, int64_t 
   interleave(staged, staged + kTileColumns, to);
 }
 
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-// Values of 16 bits, up to `padded` keys; `columns`: one more than there are if ones follow them.
-template <class T>
-void pack_words(const HeadRows<T>& values, int64_t columns, int64_t padded, int64_t panel_bytes, uint8_t* panels) {
-  for (int64_t key = 0; key < padded; key += 2) {
-    uint8_t* to = panels + key / 2 / kTileRows * 2 * kTileBytes + key / 2 % kTileRows * 64;
-    const T* first = values.data + key * values.row_stride;
-    const T* second = first + values.row_stride;
-    const bool has_first = key < values.count, has_second = key + 1 < values.count;
-    for (int64_t column = 0; column < columns; column += kPanelColumns, to += panel_bytes) {
-      const int64_t left = values.columns - column;
-      if (left >= kPanelColumns && has_second) {
-        interleave_panel(_mm512_loadu_si512(first + column), _mm512_loadu_si512(second + column), to);
-        continue;
-      }
-      const int64_t count = minimum(maximum<int64_t>(0, left), kPanelColumns);
-      const auto inside = static_cast<__mmask32>((uint64_t{1} << count) - 1);
-      const bool has_ones = columns > values.columns && left < kPanelColumns;
-      const __m512i ones = _mm512_maskz_set1_epi16(has_ones ? static_cast<__mmask32>(1U << count) : 0, 0x3f80);
-      const auto row = [&](const T* from, bool is_there) {
-        return is_there ? _mm512_or_si512(ones, _mm512_maskz_loadu_epi16(inside, from + column)) : ones;
-      };
-      interleave_panel(row(first, has_first), row(second, has_second), to);
-    }
-  }
-}
-#endif
-
 // `panel_bytes`: from one panel to the next. `with_ones`: a column of ones follows (of bf16).
 template <class To, class T>
 void pack_values(const HeadRows<T>& values, int64_t panel_bytes, uint8_t* panels, bool with_ones = false) {
   constexpr int64_t group = 4 / static_cast<int64_t>(sizeof(To));
   const int64_t columns = values.columns + (with_ones ? 1 : 0);
   const int64_t padded = round_up(values.count, kTileRows * group);
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-  if constexpr (sizeof(T) == 2 && sizeof(To) == 2) return pack_words(values, columns, padded, panel_bytes, panels);
-#endif
   for (int64_t key = 0; key < padded; key += group) {
     const int64_t row = key / group;
     uint8_t* tile_row = panels + row / kTileRows * 2 * kTileBytes + row % kTileRows * 64;
@@ -174,6 +137,14 @@ void pack_values(const HeadRows<T>& values, int64_t panel_bytes, uint8_t* panels
     for (int64_t column = 0; column < round_up(columns, kPanelColumns); column += kTileColumns) {
       uint8_t* to =
           tile_row + column / kPanelColumns * panel_bytes + column % kPanelColumns / kTileColumns * kTileBytes;
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+      if (group == 2 && column + kPanelColumns <= values.columns && key + 1 < values.count) {
+        const T* from = values.data + key * values.row_stride + column;
+        interleave_panel(from, from + values.row_stride, to);
+        column += kTileColumns;  // both tiles of the panel
+        continue;
+      }
+#endif
       if (column < values.columns) {
         pack_value_row<To>(values, key, column, to);
       } else {

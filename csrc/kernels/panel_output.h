@@ -83,8 +83,8 @@ struct NextPanel {
 template <class Acc, class Outputs>
 class PanelFinish {
   static constexpr bool kInOrder = std::is_same_v<Outputs, RowsInOrder>;
-  static constexpr int64_t kLeastRows =
-      8;  // done at once: what they have in common costs as much as two or three of them
+  // Done at once: what they have in common costs as much as two or three of them.
+  static constexpr int64_t kLeastRows = 8;
   static constexpr int64_t kVectors = kPanelColumns / kWidth;
 
  public:

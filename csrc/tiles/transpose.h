@@ -13,14 +13,15 @@ inline constexpr int64_t kUnits = 16;  // of 4 bytes, in a row of a tile
 // `from`: 16 rows of 64 bytes, `stride` bytes apart.
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
 // Four units of each row at a time: loads bring every fourth row together, so that each part of a vector is left to
-// transpose by itself, and the results are whole rows. `load`: four units from a place on, of which the first is this one.
-template <class Load>
-XOPT_INLINE void transpose_loaded(const uint8_t* from, int64_t stride, uint8_t* to, const Load& load) {
+// transpose by itself, and the results are whole rows.
+XOPT_INLINE void transpose_tile(const uint8_t* from, int64_t stride, uint8_t* to) {
   for (int64_t column = 0; column < kUnits; column += 4) {
     __m512i in[4];
 #pragma GCC unroll 4
     for (int64_t r = 0; r < 4; ++r) {
-      const auto part = [&](int64_t i) { return load(from + (4 * i + r) * stride + column * 4, column); };
+      const auto part = [&](int64_t i) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + (4 * i + r) * stride + column * 4));
+      };
       in[r] = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
       in[r] = _mm512_inserti32x4(_mm512_inserti32x4(in[r], part(2), 2), part(3), 3);
     }
@@ -31,18 +32,6 @@ XOPT_INLINE void transpose_loaded(const uint8_t* from, int64_t stride, uint8_t* 
     _mm512_storeu_si512(to + (column + 2) * 64, _mm512_unpacklo_epi64(ab_high, cd_high));
     _mm512_storeu_si512(to + (column + 3) * 64, _mm512_unpackhi_epi64(ab_high, cd_high));
   }
-}
-XOPT_INLINE void transpose_tile(const uint8_t* from, int64_t stride, uint8_t* to) {
-  transpose_loaded(from, stride, to, [](const uint8_t* units, int64_t) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(units));
-  });
-}
-// Of rows that end after so many bytes: zeros follow.
-XOPT_INLINE void transpose_part(const uint8_t* from, int64_t stride, int64_t bytes, uint8_t* to) {
-  const uint64_t inside = bytes < 64 ? (uint64_t{1} << bytes) - 1 : ~uint64_t{0};
-  transpose_loaded(from, stride, to, [inside](const uint8_t* units, int64_t first) {
-    return _mm_maskz_loadu_epi8(static_cast<__mmask16>(inside >> (first * 4)), units);
-  });
 }
 #else
 XOPT_INLINE void transpose_tile(const uint8_t* from, int64_t stride, uint8_t* to) {
