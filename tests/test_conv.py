@@ -229,6 +229,7 @@ def test_many_row_blocks_and_long_sums(packed: str) -> None:
         (5, 300, 1, "33x8", "5x5"),
         (64, 33, 1, "64x60", "3x3"),  # on AVX-512 and AVX2 lines of it are copied into L2 some at a time
         (48, 40, 1, "50x35", "3x3"),
+        (608, 70, 1, "20x9", "3x3"),  # with AMX channels come in three groups
     ]
     FAMILY.run_all(
         ConvCase(
@@ -258,10 +259,13 @@ def test_results_do_not_depend_on_the_number_of_threads(torch_threads: None) -> 
     even, full = last(torch.randn(1, 48, 30, 26)), torch.randn(70, 48, 3, 3)
     # Channels in several chunks, which threads share by lines or by chunks.
     wide, many = last(torch.randn(3, 700, 32, 9)).bfloat16(), torch.randn(700, 1, 3, 3).bfloat16()
+    # With AMX channels in groups, whose sums fill L2 for one thread.
+    long, sums = last(torch.randn(2, 608, 20, 20)).bfloat16(), torch.randn(450, 608, 3, 3).bfloat16()
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         results.append([conv(x, weight, groups=2), conv(x, deep, groups=40), conv(wide, many, groups=700)])
+        results[-1] += [conv(long, sums, padding=[1] * 4)]
         results[-1] += [conv(even, full), conv(even.bfloat16(), full.bfloat16(), stride=[2, 2])]
     for result in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))

@@ -156,6 +156,7 @@ def test_many_row_blocks_and_long_sums(dtype: str, weight_zero_point: str) -> No
     """Several blocks along every dimension; values that saturate where products are summed in 16 bits."""
     sizes = [
         (600, 70, 1, "9x9", "3x3", "1x1"),
+        (1216, 40, 1, "20x9", "3x3", "1x1"),
         (64, 256, 1, "40x40", "1x1", "1x1"),
         (32, 48, 2, "30x31", "3x3", "1x1"),
         (5, 300, 1, "33x8", "5x5", "1x1"),

@@ -2,9 +2,11 @@
 //
 //   thread      a range of row blocks x a range of panels; a row block is 32 positions of an image's raster
 //    chunk        row blocks whose raster stays in L2, a part of an image or several images; weights are read once a chunk
-//     panel chunk   panels whose weights stay in L2 while all row blocks of the chunk pass, or a k block of one panel
-//      row block, panel   the block's product; its sums wait for the next k block, or go to the epilogue between the
-//                         products of the next panel
+//     strip         panels whose sums stay in L2 until all groups have passed; all panels where there is one group
+//      group          channels of the raster, as many as weights of all places of the kernel should stay in L2 for
+//       panel chunk     panels whose weights for the group stay in L2 while all row blocks of the chunk pass
+//        row block, panel   the block's product; its sums wait for the next group, or go to the epilogue between the
+//                           products of the next panel
 //
 // Against copies of patches, which a tile kernel would spend more time on than on the products where output channels are
 // few: an image is copied once, not once for each place of the kernel, and neighbouring places find in L1 what they
@@ -25,21 +27,33 @@ template <class Block>
 struct RasterPlan {
   explicit RasterPlan(const ConvCall& call, bool lines = false)
       : whole_lines(lines),
-        raster(call.input, lines),
+        raster(call.input, lines, most_channels(call)),
         image_blocks(ceil_div(raster.span(), Block::kRows)),
-        blocks(call.images * image_blocks) {
-    const int64_t l2 = l2_bytes();
-    const int64_t image = image_blocks * Block::kRows + raster.reach();
-    const int64_t positions = l2 / 2 / raster.position_bytes();
-    chunk_blocks = positions >= image ? positions / image * image_blocks
-                                      : maximum<int64_t>(1, (positions - raster.reach()) / Block::kRows);
-    const int64_t k_tiles = raster.steps(Block::kTileK);
-    k_blocks = ceil_div(k_tiles, maximum<int64_t>(1, l2 / 8 / (2 * kTileBytes)));
-    k_block_tiles = ceil_div(k_tiles, k_blocks);
-    chunk_panels = minimum<int64_t>(4, maximum<int64_t>(1, l2 / 8 / (k_block_tiles * 2 * kTileBytes)));
+        blocks(call.images * image_blocks),
+        tiles_of_place(ceil_div(raster.channels(), Block::kTileK)),
+        group_tiles(ceil_div(raster.most_channels(), Block::kTileK)),
+        groups(ceil_div(tiles_of_place, maximum<int64_t>(1, group_tiles))) {
+    const int64_t eighth = l2_bytes() / 8 / maximum<int64_t>(1, slice_bytes());
+    chunk_panels = groups > 1 ? 1 : minimum<int64_t>(4, maximum<int64_t>(1, eighth));
     if (call.tuning.chunk_panels > 0) chunk_panels = call.tuning.chunk_panels;
-    if (call.tuning.chunk_rows == TunedRows::half) chunk_blocks = maximum<int64_t>(1, chunk_blocks / 2);
-    fits = Block::kRows + raster.reach() <= positions;
+    halves_chunks = call.tuning.chunk_rows == TunedRows::half;
+    fits = Block::kRows + raster.reach() <= most_positions();
+  }
+
+  // What a thread takes of its row blocks and panels at a time.
+  struct Cut {
+    int64_t blocks, panels;
+  };
+  Cut cut(int64_t row_blocks, const PackedWeight& w, int64_t panels) const {
+    Cut best = groups > 1 ? of_groups(row_blocks, w.panel_bytes, panels) : Cut{whole_images(row_blocks), panels};
+    if (halves_chunks) best.blocks = maximum<int64_t>(1, best.blocks / 2);
+    return {ceil_div(row_blocks, ceil_div(row_blocks, best.blocks)), best.panels};
+  }
+
+  // Of so many row blocks' raster. The last tile may reach beyond the last position.
+  int64_t positions(int64_t row_blocks) const {
+    const int64_t images = (row_blocks - 1) / image_blocks + 2;
+    return (row_blocks + 1) * Block::kRows + images * raster.reach();
   }
 
   bool chosen(const ConvCall& call, int64_t panels) const {
@@ -62,15 +76,59 @@ struct RasterPlan {
 
   const bool whole_lines;  // of the kernel are positions of the raster
   const Raster raster;
-  int64_t image_blocks, blocks, chunk_blocks, chunk_panels, k_blocks, k_block_tiles;
-  bool fits;  // a row block's raster, in L2
+  int64_t image_blocks, blocks, chunk_panels;
+  int64_t tiles_of_place, group_tiles, groups;  // of channels
+  bool halves_chunks, fits;                     // fits: a row block's raster, in L2
+
+  static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
+
+ private:
+  // One group where an eighth of L2 holds a panel's weights for it. Else equal ones of half of that, so that L1 holds more of
+  // a row block's raster, unless few row blocks share what it takes to begin a group.
+  static int64_t most_channels(const ConvCall& call) {
+    constexpr int64_t kFewRowBlocks = 8;
+    const PatchesView& v = call.input;
+    const int64_t tiles = ceil_div(v.channels, Block::kTileK), places = v.kernel[0] * v.kernel[1] * v.kernel[2];
+    const int64_t longest = l2_bytes() / 8 / (2 * kTileBytes) / places;
+    const bool few = call.images * output_positions(v) < kFewRowBlocks * Block::kRows;
+    const int64_t most = tiles <= longest || few ? longest : longest / 2;
+    const int64_t groups = maximum<int64_t>(1, ceil_div(tiles, maximum<int64_t>(1, most)));
+    return maximum<int64_t>(1, ceil_div(tiles, groups)) * Block::kTileK;
+  }
+  // The fewest bytes that come in: the weights for each chunk, the image for each strip. L2 has room for a chunk's raster, a
+  // strip's sums, and weights of which the next are on their way.
+  Cut of_groups(int64_t row_blocks, int64_t panel_bytes, int64_t panels) const {
+    const int64_t l2 = l2_bytes(), image = groups * row_blocks * Block::kRows * raster.position_bytes();
+    Cut best{1, 1};
+    int64_t least = INT64_MAX;
+    for (int64_t chunks = 1; chunks <= row_blocks && chunks * panels * panel_bytes < least; ++chunks) {
+      const int64_t chunk = ceil_div(row_blocks, chunks), bytes = positions(chunk) * raster.position_bytes();
+      const int64_t most = (l2 * 3 / 4 - bytes - minimum(2 * slice_bytes(), l2 / 4)) / (chunk * kAccBytes);
+      if (bytes > l2 / 2 || most < 1) continue;
+      const int64_t strips = ceil_div(panels, most), cost = chunks * panels * panel_bytes + strips * image;
+      if (cost >= least) continue;
+      least = cost;
+      best = {chunk, ceil_div(panels, strips)};
+    }
+    return best;
+  }
+
+  // A panel's weights for a group.
+  int64_t slice_bytes() const { return raster.places() * group_tiles * 2 * kTileBytes; }
+  int64_t most_positions() const { return l2_bytes() / 2 / raster.position_bytes(); }
+  int64_t whole_images(int64_t row_blocks) const {
+    const int64_t most = most_positions(), image = image_blocks * Block::kRows + raster.reach();
+    const int64_t chunk =
+        most >= image ? most / image * image_blocks : maximum<int64_t>(1, (most - raster.reach()) / Block::kRows);
+    return minimum(chunk, row_blocks);
+  }
 };
 
 // A thread's part of a product.
 template <class Block>
 class RasterThread {
   using Output = PanelOutput<typename Block::Acc, Raster::Outputs>;
-  static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
+  static constexpr int64_t kAccBytes = RasterPlan<Block>::kAccBytes;
 
  public:
   RasterThread(const GemmCall& call, const Raster& raster, const RasterPlan<Block>& plan, EpilogueFn* epilogue)
@@ -83,28 +141,25 @@ class RasterThread {
         output_(call) {}
 
   void compute(Range blocks, Range panels, int64_t weights_end) {
+    if (blocks.size() == 0) return;
     const typename Block::Scope scope;
-    const int64_t chunks = ceil_div(blocks.size(), plan_.chunk_blocks);
-    if (chunks == 0) return;
-    const int64_t chunk_blocks = ceil_div(blocks.size(), chunks);
-    // The last tile may reach beyond the last position.
-    const int64_t images = (chunk_blocks - 1) / plan_.image_blocks + 2;
-    const int64_t positions = (chunk_blocks + 1) * Block::kRows + images * raster_.reach();
+    const typename RasterPlan<Block>::Cut cut = plan_.cut(blocks.size(), w_, panels.size());
+    const int64_t positions = plan_.positions(cut.blocks);
     plane_bytes_ = positions * raster_.pitch();
     const Scratch planes(static_cast<size_t>(positions * raster_.position_bytes()));
-    const Scratch acc(static_cast<size_t>((plan_.k_blocks > 1 ? chunk_blocks * plan_.chunk_panels : 2) * kAccBytes));
-    const Scratch offsets(static_cast<size_t>(w_.k_tiles) * sizeof(int64_t));
+    const Scratch acc(static_cast<size_t>((plan_.groups > 1 ? cut.blocks * cut.panels : 2) * kAccBytes));
+    const Scratch steps(static_cast<size_t>(raster_.places() * plan_.group_tiles) * sizeof(BlockStep));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
     if (finishes_panels_) output_.begin(panels, columns.as<uint8_t>());
     planes_ = planes.as<uint8_t>();
     acc_ = acc.as<uint8_t>();
-    offsets_ = offsets.as<int64_t>();
-    raster_.set_offsets(Block::kTileK, plane_bytes_, offsets.as<int64_t>());
-    for (int64_t block = blocks.begin; block < blocks.end; block += chunk_blocks) {
-      blocks_ = {block, minimum(block + chunk_blocks, blocks.end)};
-      copy_chunk();
-      for (int64_t panel = panels.begin; panel < panels.end; panel += plan_.chunk_panels) {
-        panel_chunk({panel, minimum(panel + plan_.chunk_panels, panels.end)}, weights_end);
+    steps_ = steps.as<BlockStep>();
+    panels_ = panels;
+    weights_end_ = weights_end;
+    for (int64_t block = blocks.begin; block < blocks.end; block += cut.blocks) {
+      blocks_ = {block, minimum(block + cut.blocks, blocks.end)};
+      for (int64_t panel = panels.begin; panel < panels.end; panel += cut.panels) {
+        strip({panel, minimum(panel + cut.panels, panels.end)});
       }
     }
     finish_epilogue();
@@ -129,42 +184,51 @@ class RasterThread {
     return planes_ + position * raster_.pitch();
   }
 
-  void copy_chunk() const {
+  void strip(Range panels) {
+    strip_ = panels;
+    if (plan_.groups > 1) finish_epilogue();  // of sums that are about to be overwritten
+    for (group_ = 0; group_ < plan_.groups; ++group_) {
+      if (plan_.groups > 1 || panels.begin == panels_.begin) begin_group();
+      for (int64_t panel = panels.begin; panel < panels.end; panel += plan_.chunk_panels) {
+        const Range chunk{panel, minimum(panel + plan_.chunk_panels, panels.end)};
+        for (int64_t block = blocks_.begin; block < blocks_.end; ++block) row_block(block, chunk);
+      }
+    }
+  }
+
+  // The group's channels of the chunk's raster.
+  void begin_group() {
+    const int64_t tiles = minimum(plan_.group_tiles, plan_.tiles_of_place - group_ * plan_.group_tiles);
+    const int64_t first = group_ * plan_.group_tiles * Block::kTileK;
+    const Raster::Channels channels{first, minimum(tiles * Block::kTileK, raster_.channels() - first)};
+    k_tiles_ = raster_.set_steps(channels, Block::kTileK, plane_bytes_, steps_);
     for (int64_t block = blocks_.begin; block < blocks_.end;) {
       const Place begin = place(block);
       const int64_t of_image = minimum(blocks_.end, (begin.image + 1) * plan_.image_blocks) - block;
       const int64_t end = minimum(begin.position + of_image * Block::kRows, raster_.span());
-      raster_.template copy<Block>(begin.image, begin.position, end + raster_.reach(), plane_bytes_,
+      raster_.template copy<Block>(channels, begin.image, begin.position, end + raster_.reach(), plane_bytes_,
                                    place_in_plane(begin));
       block += of_image;
     }
     asm volatile("" : : : "memory");  // GCC does not know that tile loads read memory
   }
 
-  void panel_chunk(Range panels, int64_t last_panel) {
-    if (plan_.k_blocks > 1) finish_epilogue();  // of sums that are about to be overwritten
-    for (int64_t k_block = 0; k_block < plan_.k_blocks; ++k_block) {
-      for (int64_t block = blocks_.begin; block < blocks_.end; ++block) row_block(block, k_block, panels, last_panel);
-    }
-  }
-
-  void row_block(int64_t block, int64_t k_block, Range panels, int64_t last_panel) {
+  void row_block(int64_t block, Range panels) {
     const Place at = place(block);
     const Raster::Outputs outputs(raster_, at.image, at.position);
-    const int64_t k_tile = k_block * plan_.k_block_tiles;
-    const bool last = k_block + 1 == plan_.k_blocks;
+    const bool last = group_ + 1 == plan_.groups;
     BlockCall call;
     call.kept = &kept_;
     call.a = place_in_plane(at);
     call.a_stride = raster_.pitch();
-    call.a_offsets = offsets_ + k_tile;
-    call.k_tiles = minimum(plan_.k_block_tiles, w_.k_tiles - k_tile);
-    call.accumulate = k_block > 0;
+    call.steps = steps_;
+    call.k_tiles = k_tiles_;
+    call.accumulate = group_ > 0;
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      call.b = weights(panel, k_tile);
-      call.acc = sums(block, panel - panels.begin);
+      call.b = w_.panel_data + panel * w_.panel_bytes;
+      call.acc = sums(block, panel);
       call.backwards = w_.goes_backwards(panel);
-      fetch_ahead(block, last ? panel + panels.size() : panel, last ? 0 : k_tile + call.k_tiles, last_panel, &call);
+      fetch_ahead(block, panel, panels, &call);
       background_.prefetches.clear();
       if (last && call.k_tiles > 0 && !finishes_panels_) {
         background_.prefetches.add_other(call_.epilogue, outputs.row(), rows(at), panel * kPanelColumns, call.k_tiles);
@@ -180,20 +244,23 @@ class RasterThread {
     Block::run(rows, call, background_);
   }
 
-  const uint8_t* weights(int64_t panel, int64_t k_tile) const {
-    return w_.panel_data + panel * w_.panel_bytes + k_tile * 2 * kTileBytes;
-  }
-  uint8_t* sums(int64_t block, int64_t panel_of_chunk) const {
-    const int64_t waiting = (block - blocks_.begin) * plan_.chunk_panels + panel_of_chunk;
-    return acc_ + (plan_.k_blocks > 1 ? waiting : turn_) * kAccBytes;
+  uint8_t* sums(int64_t block, int64_t panel) const {
+    const int64_t waiting = (panel - strip_.begin) * blocks_.size() + block - blocks_.begin;
+    return acc_ + (plan_.groups > 1 ? waiting : turn_) * kAccBytes;
   }
 
-  // The weights wanted after these, each row block its share.
-  void fetch_ahead(int64_t block, int64_t panel, int64_t k_tile, int64_t last_panel, BlockCall* call) const {
-    const int64_t lines = lines_ahead<Block>(blocks_.size());
-    const int64_t done = (block - blocks_.begin) * lines * 64 * call->k_tiles;
-    const bool more = panel < last_panel && done < call->k_tiles * 2 * kTileBytes;
-    call->ahead = weights(panel, k_tile) + done;
+  // The weights wanted after these, each row block its share: of the group for the next panels, or the next group's.
+  void fetch_ahead(int64_t block, int64_t panel, Range panels, BlockCall* call) const {
+    const int64_t lines = lines_ahead<Block>(blocks_.size()), done = (block - blocks_.begin) * lines * 64;
+    int64_t next = panel + panels.size(), groups = 0;
+    if (next >= strip_.end && group_ + 1 < plan_.groups) {
+      next = strip_.begin;
+      groups = 1;
+    } else if (next >= strip_.end) {
+      groups = -group_;
+    }
+    const bool more = next < weights_end_ && done < 2 * kTileBytes;
+    call->ahead = w_.panel_data + next * w_.panel_bytes + groups * plan_.group_tiles * 2 * kTileBytes + done;
     call->ahead_lines = more ? lines : 0;
   }
 
@@ -224,10 +291,10 @@ class RasterThread {
 
   uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: sums of the chunk, or of two blocks in turns
   KeptSums kept_;
-  const int64_t* offsets_ = nullptr;
-  int64_t plane_bytes_ = 0, turn_ = 0;
+  BlockStep* steps_ = nullptr;
+  int64_t group_ = 0, k_tiles_ = 0, plane_bytes_ = 0, turn_ = 0, weights_end_ = 0;
   Strips<Block> strips_;
-  Range blocks_{};  // the chunk
+  Range panels_{}, blocks_{}, strip_{};  // all panels, the chunk, the strip
 };
 
 template <class Block>
@@ -237,7 +304,7 @@ void conv_on_raster(const ConvCall& call, const RasterPlan<Block>& plan) {
   first.m = plan.blocks * Block::kRows;
   const GemmPlan<Block> grid(first);
   each_part(call, grid, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {
-    const Raster raster(product_input(call, product), plan.whole_lines);
+    const Raster raster(product_input(call, product), plan.whole_lines, plan.group_tiles * Block::kTileK);
     RasterThread<Block>(gemm, raster, plan, epilogue).compute(blocks, panels, weights_end);
   });
 }

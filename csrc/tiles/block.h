@@ -53,6 +53,11 @@ struct KeptSums {
   bool two_rows = false;  // of tiles
 };
 
+// Bytes from `a` to where a step's rows begin, and from `b` to its weights.
+struct BlockStep {
+  int64_t a, b;
+};
+
 struct BlockCall {
   const void* a;     // row 0 of the copy at this block's first k
   const uint8_t* b;  // the panel's first tile at this k; tiles follow each other, 2 KB for each step along k
@@ -74,10 +79,10 @@ struct BlockCall {
   // Tiles only: sums may stay in tiles, and those of the block before, which may be there, are stored before step() is
   // called. Without, they are in `acc` when the block returns.
   KeptSums* kept = nullptr;
-  // Rows of A that lie elsewhere than in a copy (tiles only): bytes from row to row, and from `a` to where rows begin,
-  // for each step along k; without these offsets a row's elements follow each other.
+  // Rows of A that lie elsewhere than in a copy (tiles only): bytes from row to row, and where rows and weights are for each
+  // step along k; without these steps a row's elements follow each other, and so do weights.
   int64_t a_stride = 0;
-  const int64_t* a_offsets = nullptr;
+  const BlockStep* steps = nullptr;
   // For blocks with kFinishes, rows that lie in pieces, of which there are k_tiles. Of each kRowsOfPointer rows, the bytes
   // from `a` to the first; the other follows by a_stride.
   const Piece* pieces = nullptr;

@@ -63,27 +63,33 @@ struct TileBlock {
     }                                                              \
   } while (false)
 
-  struct Ahead {
-    const uint8_t* next;
-    int64_t lines;
-    explicit Ahead(const BlockCall& call) : next(call.ahead), lines(call.ahead_lines) {}
-    XOPT_INLINE void step() {
-      for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(next + i * 64, 0, 2);  // into L2
-      next += lines * 64;
-    }
-  };
+  static XOPT_INLINE void fetch_lines(const uint8_t* from, int64_t lines) {
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64, 0, 2);  // into L2
+  }
 
   // The step that comes first, and from each to the next one.
   static int64_t first_step(const BlockCall& call) { return call.backwards ? call.k_tiles - 1 : 0; }
   static int64_t direction(const BlockCall& call) { return call.backwards ? -1 : 1; }
 
-  // Where tiles of A are, step by step.
+  // Where tiles of A and of weights are, step by step, and what is fetched meanwhile.
   struct Adjacent {
-    const uint8_t* rows;
-    const int64_t advance;
+    const uint8_t *rows, *b, *ahead;
+    const int64_t advance, b_advance, ahead_lines;
     explicit Adjacent(const BlockCall& call)
-        : rows(static_cast<const uint8_t*>(call.a) + first_step(call) * 64), advance(direction(call) * 64) {}
-    XOPT_INLINE void next() { rows += advance; }
+        : rows(static_cast<const uint8_t*>(call.a) + first_step(call) * 64),
+          b(call.b + first_step(call) * 2 * kTileBytes),
+          ahead(call.ahead),
+          advance(direction(call) * 64),
+          b_advance(direction(call) * 2 * kTileBytes),
+          ahead_lines(call.ahead_lines) {}
+    XOPT_INLINE void next() {
+      rows += advance;
+      b += b_advance;
+    }
+    XOPT_INLINE void fetch_ahead() {
+      fetch_lines(ahead, ahead_lines);
+      ahead += ahead_lines * 64;
+    }
   };
   struct Copied : Adjacent {
     static constexpr int64_t stride = kStride * static_cast<int64_t>(sizeof(A));
@@ -95,16 +101,31 @@ struct TileBlock {
   };
   struct InPlace {
     const int64_t stride;
-    const uint8_t *base, *rows;
-    const int64_t* offset;
-    const int64_t advance;
+    const uint8_t *a_base, *b_base, *ahead;
+    const BlockStep *step, *step_ahead;
+    const int64_t advance, ahead_lines;
+    const uint8_t *rows, *b;
     explicit InPlace(const BlockCall& call)
         : stride(call.a_stride),
-          base(static_cast<const uint8_t*>(call.a)),
-          rows(base + call.a_offsets[first_step(call)]),
-          offset(call.a_offsets + first_step(call)),
-          advance(direction(call)) {}
-    XOPT_INLINE void next() { rows = base + *(offset += advance); }
+          a_base(static_cast<const uint8_t*>(call.a)),
+          b_base(call.b),
+          ahead(call.ahead),
+          step(call.steps + first_step(call)),
+          step_ahead(step),
+          advance(direction(call)),
+          ahead_lines(call.ahead_lines),
+          rows(a_base + step->a),
+          b(b_base + step->b) {}
+    XOPT_INLINE void next() {
+      step += advance;
+      rows = a_base + step->a;
+      b = b_base + step->b;
+    }
+    // What is fetched lies in the same order.
+    XOPT_INLINE void fetch_ahead() {
+      fetch_lines(ahead + step_ahead->b, ahead_lines);
+      step_ahead += advance;
+    }
   };
 
   template <class Between>
@@ -112,7 +133,7 @@ struct TileBlock {
     if (call.k_tiles == 0) {
       if (call.kept != nullptr) store(*call.kept);
       __builtin_memset(call.acc, 0, kRows * kPanelColumns * 4);
-    } else if (call.a_offsets != nullptr) {
+    } else if (call.steps != nullptr) {
       run_on<InPlace>(rows, call, between);
     } else if (call.a_stride != 0) {
       run_on<InRows>(rows, call, between);
@@ -181,15 +202,12 @@ struct TileBlock {
   static void two_row_tiles(Rows a, const BlockCall& call, Between& between) {
     uint8_t* const before = kept_before<true>(call);
     const auto* acc = static_cast<const uint8_t*>(call.acc);
-    const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
-    const int64_t b_advance = direction(call) * 2 * kTileBytes;
-    Ahead ahead(call);
     VectorsAwake awake;
     // What stands before the next step's first loads, and after them.
     const auto most_of_step = [&](auto first) __attribute__((always_inline)) {
       if constexpr (first) XOPT_BEGIN_SUMS(0, 0);
       XOPT_DOT(0, 4, 6);
-      XOPT_TILE_STREAM(7, b + kTileBytes, 64);
+      XOPT_TILE_STREAM(7, a.b + kTileBytes, 64);
       if constexpr (first) XOPT_BEGIN_SUMS(1, kRight);
       XOPT_DOT(1, 4, 7);
       XOPT_TILE_ZERO(4);
@@ -207,22 +225,21 @@ struct TileBlock {
     };
     const auto next_step = [&]() __attribute__((always_inline)) {
       a.next();
-      b += b_advance;
-      XOPT_TILE_STREAM(6, b, 64);
+      XOPT_TILE_STREAM(6, a.b, 64);
       end_of_step();
       XOPT_TILE_LOAD(4, a.rows, a.stride);
-      ahead.step();
+      a.fetch_ahead();
       between.step();
     };
     XOPT_TILE_LOAD(4, a.rows, a.stride);
-    XOPT_TILE_STREAM(6, b, 64);
+    XOPT_TILE_STREAM(6, a.b, 64);
     most_of_step(std::true_type{});
     for (int64_t t = 1; t < call.k_tiles; ++t) {
       next_step();
       most_of_step(std::false_type{});
     }
     end_of_step();
-    ahead.step();
+    a.fetch_ahead();
     between.step();
     end_sums<true>(call);
   }
@@ -231,24 +248,21 @@ struct TileBlock {
   static void one_row_tile(Rows a, const BlockCall& call, Between& between) {
     uint8_t* const before = kept_before<false>(call);
     const auto* acc = static_cast<const uint8_t*>(call.acc);
-    const uint8_t* b = call.b + first_step(call) * 2 * kTileBytes;
-    const int64_t b_advance = direction(call) * 2 * kTileBytes;
-    Ahead ahead(call);
     VectorsAwake awake;
     XOPT_BEGIN_SUMS(0, 0);
     XOPT_BEGIN_SUMS(1, kRight);
-    for (int64_t t = 0; t < call.k_tiles; ++t, b += b_advance) {
+    for (int64_t t = 0; t < call.k_tiles; ++t) {
       if (t > 0) a.next();
       XOPT_TILE_LOAD(4, a.rows, a.stride);
-      XOPT_TILE_STREAM(6, b, 64);
-      XOPT_TILE_STREAM(7, b + kTileBytes, 64);
+      XOPT_TILE_STREAM(6, a.b, 64);
+      XOPT_TILE_STREAM(7, a.b + kTileBytes, 64);
       XOPT_DOT(0, 4, 6);
       XOPT_TILE_ZERO(6);
       XOPT_DOT(1, 4, 7);
       XOPT_TILE_ZERO(4);
       XOPT_TILE_ZERO(7);
       awake.step();
-      ahead.step();
+      a.fetch_ahead();
       between.step();
     }
     end_sums<false>(call);

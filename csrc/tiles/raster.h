@@ -8,10 +8,13 @@
 // Under a stride the image is dealt out into planes, each with the pixels that one place of the kernel meets, so that a
 // run is one again.
 //
+// Where L2 would hold few lines of an image, its channels come in groups, each with a raster of its own.
+//
 // Of few channels, a position of the raster is what a whole line of the kernel meets there (kernels/conv_lines.h).
 #pragma once
 
 #include "runtime/arena.h"
+#include "tiles/block.h"
 #include "tiles/pixels.h"
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
@@ -19,11 +22,17 @@ namespace xopt::XOPT_ISA {
 
 class Raster {
  public:
-  // `whole_lines`: of the kernel, side by side in a position. The kernel of `view` then has a width of 1.
-  explicit Raster(const PatchesView& input, bool whole_lines = false)
+  struct Channels {
+    int64_t begin, count;
+  };
+
+  // `whole_lines`: of the kernel, side by side in a position. The kernel of `view` then has a width of 1. Else positions
+  // hold up to `most_channels`.
+  Raster(const PatchesView& input, bool whole_lines, int64_t most_channels)
       : image_(input),
         view_(whole_lines ? line_view(input) : input),
         whole_lines_(whole_lines),
+        most_channels_(whole_lines ? view_.channels : minimum(most_channels, view_.channels)),
         element_(dtype_size(input.dtype) == 1 ? 1 : 2) {
     const PatchesView& view = view_;
     for (int d = 0; d < 3; ++d) {
@@ -36,7 +45,7 @@ class Raster {
     }
     ++span_;
     // Long pixels that are a multiple of many lines would all fall into few sets of L1.
-    const int64_t lines = maximum<int64_t>(1, ceil_div(view.channels * element_, 64));
+    const int64_t lines = maximum<int64_t>(1, ceil_div(most_channels_ * element_, 64));
     pitch_ = 64 * (lines >= 8 ? lines | 1 : lines);
   }
 
@@ -48,36 +57,41 @@ class Raster {
   int64_t position_bytes() const { return planes_[0] * planes_[1] * planes_[2] * pitch_; }
   int64_t pitch() const { return pitch_; }
 
-  // Steps along k, of so many channels of a place of the kernel each.
-  int64_t steps(int64_t tile_k) const {
-    const int64_t of_place = ceil_div(view_.channels, tile_k);
-    return maximum<int64_t>(1, view_.kernel[0] * view_.kernel[1] * view_.kernel[2] * of_place);
-  }
+  int64_t channels() const { return view_.channels; }
+  int64_t most_channels() const { return most_channels_; }  // of a position
+  // Of the kernel.
+  int64_t places() const { return view_.kernel[0] * view_.kernel[1] * view_.kernel[2]; }
 
-  // For each of them, where its rows begin, for planes so far apart.
-  void set_offsets(int64_t tile_k, int64_t plane_bytes, int64_t* offsets) const {
+  // Where rows and weights are, step by step, if positions hold these channels, of which a step takes tile_k, and planes are
+  // so far apart. Returns how many steps there are.
+  int64_t set_steps(Channels channels, int64_t tile_k, int64_t plane_bytes, BlockStep* steps) const {
     const PatchesView& v = view_;
+    const int64_t of_place = ceil_div(v.channels, tile_k) * 2 * kTileBytes;
+    BlockStep* step = steps;
+    int64_t b = channels.begin / tile_k * 2 * kTileBytes;
     for (int64_t z = 0; z < v.kernel[0]; ++z) {
       for (int64_t y = 0; y < v.kernel[1]; ++y) {
-        for (int64_t x = 0; x < v.kernel[2]; ++x) {
+        for (int64_t x = 0; x < v.kernel[2]; ++x, b += of_place) {
           const int64_t plane = (z % period_[0] * planes_[1] + y % period_[1]) * planes_[2] + x % period_[2];
           const int64_t position = (shift(0, z) * extent_[1] + shift(1, y)) * extent_[2] + shift(2, x);
-          for (int64_t channel = 0; channel < v.channels; channel += tile_k) {
-            *offsets++ = plane * plane_bytes + position * pitch_ + channel * element_;
+          const int64_t a = plane * plane_bytes + position * pitch_;
+          for (int64_t tile = 0; tile < ceil_div(channels.count, tile_k); ++tile) {
+            *step++ = {a + tile * tile_k * element_, b + tile * 2 * kTileBytes};
           }
         }
       }
     }
+    return step - steps;
   }
 
-  // Positions [begin, end) of an image into each plane.
+  // These channels of positions [begin, end) of an image into each plane.
   template <class Block>
-  void copy(int64_t image, int64_t begin, int64_t end, int64_t plane_bytes, uint8_t* to) const {
+  void copy(Channels channels, int64_t image, int64_t begin, int64_t end, int64_t plane_bytes, uint8_t* to) const {
     for (int64_t z = 0; z < planes_[0]; ++z) {
       for (int64_t y = 0; y < planes_[1]; ++y) {
         for (int64_t x = 0; x < planes_[2]; ++x, to += plane_bytes) {
           const int64_t first[3] = {first_input(0, z), first_input(1, y), first_input(2, x)};
-          copy_plane<Block>(image, begin, end, first, to);
+          copy_plane<Block>(channels, image, begin, end, first, to);
         }
       }
     }
@@ -147,7 +161,8 @@ class Raster {
   int64_t first_input(int d, int64_t plane) const { return phase(d, plane) - view_.padding[d]; }
 
   template <class Block>
-  void copy_plane(int64_t image, int64_t begin, int64_t end, const int64_t* first, uint8_t* to) const {
+  void copy_plane(Channels channels, int64_t image, int64_t begin, int64_t end, const int64_t* first,
+                  uint8_t* to) const {
     const PatchesView& v = view_;
     const int64_t size = dtype_size(v.dtype);
     const auto* data = static_cast<const uint8_t*>(v.data) + image * v.image_stride * size;
@@ -156,8 +171,12 @@ class Raster {
       const int64_t length = minimum(extent_[2] - x, end - begin);
       const int64_t z = line / extent_[1] * v.stride[0] + first[0], y = line % extent_[1] * v.stride[1] + first[1];
       const bool inside = z >= 0 && z < v.in[0] && y >= 0 && y < v.in[1];
-      copy_line<Block>(inside ? data + (z * v.in_stride[0] + y * v.in_stride[1]) * size : nullptr, x, length, first[2],
-                       to);
+      const uint8_t* from = inside ? data + (z * v.in_stride[0] + y * v.in_stride[1]) * size : nullptr;
+      if (whole_lines_) {
+        copy_windows<Block>(from, x, length, first[2], to);
+      } else {
+        copy_line<Block>(channels, from, x, length, first[2], to);
+      }
       to += length * pitch_;
       begin += length;
     }
@@ -195,8 +214,7 @@ class Raster {
 
   // Positions x and on of a line; nullptr: one of zeros.
   template <class Block>
-  void copy_line(const uint8_t* line, int64_t x, int64_t length, int64_t first, uint8_t* to) const {
-    if (whole_lines_) return copy_windows<Block>(line, x, length, first, to);
+  void copy_line(Channels channels, const uint8_t* line, int64_t x, int64_t length, int64_t first, uint8_t* to) const {
     const PatchesView& v = view_;
     const int64_t stride = v.stride[2];
     const int64_t begin = first < 0 ? (-first + stride - 1) / stride : 0;  // the first position inside, and the last
@@ -207,11 +225,15 @@ class Raster {
     to += (inside - x) * pitch_;
     if (outside > inside) {
       const int64_t size = dtype_size(v.dtype), step = stride * v.in_stride[2] * size;
-      const uint8_t* from = line + (inside * stride + first) * v.in_stride[2] * size;
-      const bool dense = step == v.channels * size && pitch_ == v.channels * element_;
+      const uint8_t* from = line + (inside * stride + first) * v.in_stride[2] * size + channels.begin * size;
+      const bool dense = step == channels.count * size && pitch_ == channels.count * element_;
       const int64_t runs = dense ? 1 : outside - inside,
-                    length_of_run = dense ? (outside - inside) * v.channels : v.channels;
+                    length_of_run = dense ? (outside - inside) * channels.count : channels.count;
       for (int64_t run = 0; run < runs; ++run) {
+        // A group's channels are some lines each, far apart, that the hardware does not foresee.
+        for (int64_t at = 0; run + kRunsAhead < runs && at < length_of_run * size; at += 64) {
+          __builtin_prefetch(from + (run + kRunsAhead) * step + at);
+        }
         copy_run<Block>(v.dtype, from + run * step, length_of_run,
                         reinterpret_cast<typename Block::A*>(to + run * pitch_));
       }
@@ -223,8 +245,11 @@ class Raster {
     if (bytes > 0) __builtin_memset(to, static_cast<uint8_t>(view_.zero), static_cast<size_t>(bytes));
   }
 
+  static constexpr int64_t kRunsAhead = 4;
+
   PatchesView image_, view_;
   bool whole_lines_;
+  int64_t most_channels_;
   int64_t element_;                // bytes: int8 lies there as it is, floats as bf16
   int64_t period_[3], planes_[3];  // planes of a dimension, and after how many places of the kernel they come again
   int64_t extent_[3];              // of a plane: outputs, and what the kernel reaches beyond
