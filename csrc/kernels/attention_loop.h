@@ -130,7 +130,7 @@ class AttentionThread {
       if (!more) state->magnitude = head.magnitude_of_queries(places_, rows.size());
     }
     const bool by_words = kByWords && reach_of_scores(call_, state->magnitude, keys_magnitude_) < kReachOfWords;
-    Softmax softmax(call_, scores, state, probabilities_, Block::kStride, by_words);
+    Softmax softmax(call_, scores, state, probabilities_, Block::kStride, kPanelColumns, by_words);
     alignas(64) float factors[round_up(Block::kRows, kWidth)];
     head.mask(rows, places_, key, count, &mask_, &softmax);
     softmax.take_largest(factors);

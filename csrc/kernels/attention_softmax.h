@@ -194,15 +194,16 @@ void update_largest(SoftmaxState<N>* state, float unit, const float* found, floa
 template <int64_t N, class To, bool Sums = true>
 class SoftmaxStep {
  public:
-  // Probabilities go into `to`, rows `to_stride` apart, with zeros up to a multiple of 32 columns. `by_words`: scores reach no
-  // further than kReachOfWords.
+  // Probabilities go into `to`, rows and panels so far apart, with zeros up to a multiple of 32 columns. `by_words`: scores
+  // reach no further than kReachOfWords.
   SoftmaxStep(const AttentionCall& call, const ScoreBlock& block, SoftmaxState<N>* state, To* to, int64_t to_stride,
-              bool by_words)
+              int64_t to_panel_stride, bool by_words)
       : call_(call),
         block_(block),
         state_(state),
         to_(to),
         to_stride_(to_stride),
+        to_panel_stride_(to_panel_stride),
         scale_(adds_to_scores(call) ? call.scale : call.scale * kLog2E),
         scales_later_(!adds_to_scores(call) && scale_ > 0),
         by_words_(by_words) {}
@@ -263,12 +264,26 @@ class SoftmaxStep {
     const F none = set1(-2 * kReachOfReuse);
     for (int64_t row = 0; row < N; row += kWidth) store(references_ + row, max(none, load(state_->largest + row)));
   }
-  bool outgrew_largest() const {
+  // Of these counts, or of those that it has made itself.
+  bool outgrew_largest(__m512i counts) const {
     constexpr int kMost = 40;  // as a power of two: far from what overflows, were values and keys many
     constexpr auto kLimit = static_cast<uint16_t>(kExp2Offset + kExp2Scale * kMost);
     const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(kLimit));
-    return _mm512_cmpgt_epu16_mask(most_, limit) != 0;
+    return _mm512_cmpgt_epu16_mask(_mm512_max_epu16(most_, counts), limit) != 0;
   }
+
+  // Whether probabilities are made in integers, whose counts begin with these numbers of rows, or are of scores less what
+  // find_references leaves there where masks add; and what a score counts.
+  bool by_words() const { return by_words_; }
+  void find_references(float* to) const {
+    const F offset = set1(kExp2Offset), scale = set1(-kExp2Scale);
+    for (int64_t row = 0; row < N; row += kWidth) {
+      const F reference = load(references_ + row);
+      store(to + row, adds_to_scores(call_) ? reference : fma(reference, scale, offset));
+    }
+    for (int64_t row = block_.rows; row < N; ++row) to[row] = 0;  // of rows that are nobody's, however large they are
+  }
+  float count_of_score() const { return kExp2Scale * (adds_to_scores(call_) ? kLog2E : later_scale()); }
 #endif
 
   // The probabilities of a panel of columns, in which there are scores, in rows [begin, end).
@@ -302,7 +317,7 @@ class SoftmaxStep {
     const int64_t column = panel * kPanelColumns, row_stride = block_.row_stride, to_stride = to_stride_;
     const bool has_second = block_.columns - column > kWidth;
     const float* scores = block_.scores + panel * block_.panel_stride + begin * row_stride;
-    To* to = to_ + column + begin * to_stride;
+    To* to = to_ + panel * to_panel_stride_ + begin * to_stride;
     const F scale = set1(kExp2Scale * (Adds ? kLog2E : later_scale())), offset = set1(kExp2Offset);
     __m512i most = most_;
     for (int64_t row = begin; row < end; ++row, scores += row_stride, to += to_stride) {
@@ -326,7 +341,7 @@ class SoftmaxStep {
   void exponentiate_by_floats(int64_t panel, int64_t begin, int64_t end) {
     const int64_t column = panel * kPanelColumns, left = block_.columns - column;
     const float* scores = block_.scores + panel * block_.panel_stride + begin * block_.row_stride;
-    To* to = to_ + column + begin * to_stride_;
+    To* to = to_ + panel * to_panel_stride_ + begin * to_stride_;
     const F scale = set1(Adds ? kLog2E : later_scale());
     for (int64_t row = begin; row < end; ++row, scores += block_.row_stride, to += to_stride_) {
       const F reference = set1(references_[row]), subtracted = set1(-references_[row]);
@@ -357,7 +372,7 @@ class SoftmaxStep {
   const ScoreBlock block_;
   SoftmaxState<N>* const state_;
   To* const to_;
-  const int64_t to_stride_;
+  const int64_t to_stride_, to_panel_stride_;
   const float scale_;        // into the unit of scores, where no masks add to them
   const bool scales_later_;  // as their largest is subtracted
   bool by_words_;            // exponentials are made in integers

@@ -144,7 +144,7 @@ class AttentionStream {
     }
     alignas(64) float factors[16];
     const ScoreBlock scores{scores_, kKeyBlock, kPanelColumns, plan_.rows, count};
-    SoftmaxStep<16, float> softmax(call_, scores, state_, scores_, kKeyBlock, false);
+    SoftmaxStep<16, float> softmax(call_, scores, state_, scores_, kKeyBlock, kPanelColumns, false);
     head.mask({0, plan_.rows}, places_, key, count, &mask_, &softmax);
     softmax.take_largest(factors);
     for (int64_t panel = 0; panel * kPanelColumns < count; ++panel) softmax.exponentiate(panel, 0, plan_.rows);

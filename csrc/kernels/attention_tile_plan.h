@@ -22,8 +22,9 @@ struct TilePlan : AttentionItems {
     query_step = call.query.row_stride * 2;
     reads_queries = call.group == 1 && call.depth % (2 * kTileRows) == 0 && query_step % 64 == 0 &&
                     stay_in_l1(kRows, depth_tiles * 64, query_step);
-    // For a panel of scores there are so many products of tiles, four for each step along the depth.
-    rows_at_once = maximum<int64_t>(2, ceil_div(kRows, 4 * depth_tiles + 2 * value_tiles));
+    // So many products of tiles go with a panel of scores.
+    const int64_t products = 4 * depth_tiles + 2 * value_tiles;
+    rows_at_once = products >= kRows ? 1 : products >= kRows / 2 ? 2 : 4;
   }
 
   int64_t depth_tiles;  // steps of a product along the depth
@@ -32,7 +33,7 @@ struct TilePlan : AttentionItems {
   int64_t query_bytes;   // from a query's copy to the next, an odd number of cache lines
   int64_t query_step;    // bytes from a query to the next, of those that are multiplied as they are
   bool reads_queries;    // out of the queries themselves, with no copy
-  int64_t rows_at_once;  // of a panel, whose exponentials are made after each instruction that multiplies
+  int64_t rows_at_once;  // of a panel, 1, 2 or 4, whose exponentials are made after each instruction that multiplies
 
  private:
   // Of an item, which packs its keys and values: with 1024 rows to 4096 keys that took a sixth of the time (8 heads of depth

@@ -11,6 +11,7 @@
 // time for.
 #pragma once
 
+#include "kernels/attention_exponentials.h"
 #include "kernels/attention_head.h"
 #include "kernels/attention_pack.h"
 #include "kernels/attention_tile_plan.h"
@@ -31,8 +32,7 @@ class TileAttention {
   using State = BlockState<TilePlan::kRows>;
   using Softmax = SoftmaxStep<TilePlan::kRows, Bf16, false>;
   static constexpr int64_t kRows = TilePlan::kRows, kMostStepKeys = TilePlan::kMostStepKeys;
-  static constexpr int64_t kSumValues = kRows * kPanelColumns;           // of a panel
-  static constexpr int64_t kWordStride = kMostStepKeys + kPanelColumns;  // of an odd number of lines
+  static constexpr int64_t kSumValues = kRows * kPanelColumns;  // of a panel
   static constexpr int64_t kStepPanels = kMostStepKeys / kPanelColumns;
 
  public:
@@ -46,7 +46,7 @@ class TileAttention {
     const Scratch keys(static_cast<size_t>(plan_.chunk_keys / kPanelColumns * plan_.key_panel_bytes));
     const Scratch values(static_cast<size_t>(plan_.value_panels * plan_.value_panel_bytes));
     const Scratch queries(static_cast<size_t>(count * kRows * plan_.query_bytes));
-    const Scratch probabilities(2 * kRows * kWordStride * sizeof(Bf16));
+    const Scratch probabilities(2 * kStepPanels * kSumValues * sizeof(Bf16));
     const Scratch scores(2 * kStepPanels * kSumValues * sizeof(float));
     const Scratch sums(static_cast<size_t>(count * plan_.value_panels * kSumValues) * sizeof(float));
     const Scratch states(static_cast<size_t>(count) * sizeof(State));
@@ -57,7 +57,7 @@ class TileAttention {
     scores_ = scores.as<float>();
     sums_ = sums.as<float>();
     states_ = states.as<State>();
-    __builtin_memset(probabilities_, 0, 2 * kRows * kWordStride * sizeof(Bf16));
+    __builtin_memset(probabilities_, 0, 2 * kStepPanels * kSumValues * sizeof(Bf16));
     if (call_.depth == 0) __builtin_memset(keys_, 0, static_cast<size_t>(plan_.chunk_keys) * 64);
     for (int64_t block = blocks_.begin; block < blocks_.end; ++block) begin_block(block);
 
@@ -65,8 +65,6 @@ class TileAttention {
     for (int64_t key = 0; key < wanted.end; key += plan_.chunk_keys) {
       if (key + plan_.chunk_keys <= wanted.begin) continue;
       begin_chunk(key);
-      const int64_t next = key + plan_.chunk_keys;
-      upcoming_.find(plan_, item, next < wanted.end ? next : 0, plan_.chunk_keys);
       for (int64_t block = blocks_.begin; block < blocks_.end; ++block) chunk_of_block(block);
       advance(nullptr);
       advance(nullptr);
@@ -82,7 +80,7 @@ class TileAttention {
   float* sums_of(int64_t block) const { return sums_ + (block - blocks_.begin) * plan_.value_panels * kSumValues; }
   // Of a step: steps take two places in turns.
   float* scores_of(int64_t place) const { return scores_ + place * kStepPanels * kSumValues; }
-  Bf16* probabilities_of(int64_t place) const { return probabilities_ + place * kRows * kWordStride; }
+  Bf16* probabilities_of(int64_t place) const { return probabilities_ + place * kStepPanels * kSumValues; }
 
   void begin_chunk(int64_t key) {
     chunk_ = key;
@@ -93,17 +91,9 @@ class TileAttention {
   }
 
   void chunk_of_block(int64_t block) {
-    const Range fetched = share(upcoming_.keys.count, blocks_.size(), block - blocks_.begin);
     const KeyRange seen = plan_.keys_of({block, block + 1});
     const int64_t end = minimum(seen.end, chunk_ + plan_.chunk_keys);
-    // With each step its share: many at once would be waited for.
-    const int64_t steps = maximum<int64_t>(1, ceil_div(end - chunk_, plan_.step_keys));
-    const int64_t rows = ceil_div(fetched.size(), steps);
-    int64_t row = fetched.begin;
-    for (int64_t key = chunk_; key < end; key += plan_.step_keys, row += rows) {
-      const int64_t row_end = minimum(row + rows, fetched.end);
-      prefetch_rows(upcoming_.keys, row, row_end);
-      prefetch_rows(upcoming_.values, row, row_end);
+    for (int64_t key = chunk_; key < end; key += plan_.step_keys) {
       if (key + plan_.step_keys <= seen.begin) continue;
       const TileStep step{block, key, minimum(plan_.step_keys, seen.end - key), key <= seen.begin,
                           seen.end <= key + plan_.step_keys};
@@ -111,128 +101,111 @@ class TileAttention {
     }
   }
 
-  // What the vector ports do between products: the softmax of the step whose scores are there. It needs no largest score
-  // but that of the row block's first step, as long as no other is 2^40 times as likely.
-  class Between {
-   public:
-    // `reach`: of its scores.
-    Between(TileAttention* attention, Softmax* softmax, const TileStep& step, float reach, float* factors)
-        : attention_(attention),
-          softmax_(softmax),
-          step_(step),
-          factors_(factors),
-          rows_(attention->plan_.rows_of_block(step.block).size()),
-          panels_(ceil_div(step.count, kPanelColumns)),
-          at_once_(attention->plan_.rows_at_once),
-          masked_(!(softmax->scales_later() &&
-                    attention->head_->sees_all(attention->plan_.rows_of_block(step.block), step.key, step.count))),
-          reuses_(!step.first && reach < kReachOfReuse && !adds_to_scores(attention->call_)),
-          looks_(masked_ || !reuses_) {
-      if (reuses_) softmax->reuse_largest();
-    }
-
-    XOPT_INLINE void step() {
-      if (panel_ < panels_) work(at_once_);
-      tile_barrier();
-    }
-    void finish() {
-      while (panel_ < panels_) work(rows_);
-      if (!reuses_ || !softmax_->outgrew_largest()) return;
-      reuses_ = false;
-      softmax_->look_at(0, rows_);
-      softmax_->take_largest(factors_);
-      for (panel_ = 0; panel_ < panels_;) work(rows_);
-    }
-    // Whether there are factors, those of sums made before.
-    bool scales() const { return !reuses_ && !step_.first; }
-
-   private:
-    static constexpr int64_t kLookedAtOnce = 8;
-
-    [[gnu::noinline]] void work(int64_t at_once) {
-      if (looks_) return look();
-      const int64_t end = minimum(row_ + at_once, rows_);
-      softmax_->exponentiate(panel_, row_, end);
-      row_ = end;
-      if (row_ < rows_) return;
-      row_ = 0;
-      ++panel_;
-    }
-    void look() {
-      if (masked_) {
-        attention_->mask(step_, softmax_);
-        row_ = rows_;
-      } else {
-        const int64_t end = minimum(row_ + kLookedAtOnce, rows_);
-        softmax_->look_at(row_, end);
-        row_ = end;
-      }
-      if (row_ < rows_) return;
-      row_ = 0;
-      looks_ = false;
-      if (!reuses_) softmax_->take_largest(factors_);
-    }
-
-    TileAttention* const attention_;
-    Softmax* const softmax_;
-    const TileStep step_;
-    float* const factors_;
-    const int64_t rows_, panels_, at_once_;
-    const bool masked_;
-    bool reuses_, looks_;
-    int64_t row_ = 0, panel_ = 0;
-  };
   struct Nothing {
     XOPT_INLINE void step() const {}
   };
 
   // `next`: nullptr where no more steps follow.
   void advance(const TileStep* next) {
-    const int64_t place = place_, other = 1 - place;  // of the step whose scores are there; of its neighbours
     if (has_scores_) {
-      const ScoreBlock block{scores_of(place), kPanelColumns, kSumValues, plan_.rows_of_block(scored_.block).size(),
-                             scored_.count};
-      State* state = state_of(scored_.block);
-      const float reach = reach_of_scores(call_, state->magnitude, keys_magnitude_);
-      Softmax softmax(call_, block, state, probabilities_of(place), kWordStride, reach < kReachOfWords);
-      Between between(this, &softmax, scored_, reach, factors_[place]);
-      multiply(next, other, between);
-      between.finish();
-      scales_[place] = between.scales();
+      make_probabilities(next);
     } else {
       Nothing nothing;
-      multiply(next, other, nothing);
+      multiply(next, nothing);
     }
     if (has_probabilities_ && likely_.last) write(likely_.block);
     has_probabilities_ = has_scores_;
     likely_ = scored_;
     has_scores_ = next != nullptr;
     if (next != nullptr) scored_ = *next;
-    place_ = other;
+    place_ = 1 - place_;
+  }
+
+  // What the vector ports do between products: the softmax of the step whose scores are there. It needs no largest score
+  // but that of the row block's first step, as long as no other is 2^40 times as likely.
+  void make_probabilities(const TileStep* next) {
+    const Range rows = plan_.rows_of_block(scored_.block);
+    const ScoreBlock block{scores_of(place_), kPanelColumns, kSumValues, rows.size(), scored_.count};
+    State* state = state_of(scored_.block);
+    const float reach = reach_of_scores(call_, state->magnitude, keys_magnitude_);
+    Softmax softmax(call_, block, state, probabilities_of(place_), kPanelColumns, kSumValues, reach < kReachOfWords);
+    const bool masked = !(softmax.scales_later() && head_->sees_all(rows, scored_.key, scored_.count));
+    const bool reuses = !scored_.first && reach < kReachOfReuse && !adds_to_scores(call_);
+    scales_[place_] = !reuses && !scored_.first;
+    // Of several panels of whole tiles the last may be stored by the products to come, before its turn.
+    if (masked || !reuses || rows.size() < kRows || scored_.count <= kPanelColumns) products_.finish();
+    if (masked) mask(scored_, &softmax);
+    if (reuses) {
+      softmax.reuse_largest();
+    } else {
+      if (!masked) softmax.look_at(0, rows.size());
+      softmax.take_largest(factors_[place_]);
+    }
+    const int64_t whole = softmax.by_words() ? scored_.count / kPanelColumns : 0;
+    const __m512i most = multiply_and_exponentiate(next, softmax, whole);
+    exponentiate(&softmax, rows, whole);
+    if (!reuses || !softmax.outgrew_largest(most)) return;
+    softmax.look_at(0, rows.size());
+    softmax.take_largest(factors_[place_]);
+    scales_[place_] = true;
+    exponentiate(&softmax, rows, 0);
+  }
+
+  // Of panels from `panel` on.
+  void exponentiate(Softmax* softmax, Range rows, int64_t panel) const {
+    for (; panel * kPanelColumns < scored_.count; ++panel) softmax->exponentiate(panel, 0, rows.size());
+  }
+
+  // The products, and between them the probabilities of so many whole panels. Returns the largest of their counts.
+  __m512i multiply_and_exponentiate(const TileStep* next, const Softmax& softmax, int64_t panels) {
+    if (adds_to_scores(call_)) return multiply_and_exponentiate<true>(next, softmax, panels);
+    return multiply_and_exponentiate<false>(next, softmax, panels);
+  }
+  template <bool Adds>
+  __m512i multiply_and_exponentiate(const TileStep* next, const Softmax& softmax, int64_t panels) {
+    if (plan_.rows_at_once == 1) return multiply_and_exponentiate<1, Adds>(next, softmax, panels);
+    if (plan_.rows_at_once == 2) return multiply_and_exponentiate<2, Adds>(next, softmax, panels);
+    return multiply_and_exponentiate<4, Adds>(next, softmax, panels);
+  }
+  template <int64_t Rows, bool Adds>
+  [[gnu::noinline]] __m512i multiply_and_exponentiate(const TileStep* next, const Softmax& softmax, int64_t panels) {
+    alignas(64) float references[kRows];
+    softmax.find_references(references);
+    ExponentialsBetween<Rows, Adds> between(scores_of(place_), probabilities_of(place_), references,
+                                            softmax.count_of_score(), plan_.rows_of_block(scored_.block).size(),
+                                            panels);
+    multiply(next, between);
+    between.finish();
+    return between.most();
+  }
+
+  // The products of the steps before and after. Scores of the last panel may still be in tiles then.
+  template <class Work>
+  XOPT_INLINE void multiply(const TileStep* next, Work& between) {
+    if (has_probabilities_) add_values(likely_, 1 - place_, between);
+    if (next != nullptr) {
+      find_scores(*next, 1 - place_, between);
+    } else {
+      products_.finish();
+    }
   }
 
   template <class Work>
-  XOPT_INLINE void multiply(const TileStep* next, int64_t place, Work& between) {
-    if (has_probabilities_) add_values(likely_, place, between);
-    if (next != nullptr) find_scores(*next, place, between);
-    products_.finish();
-  }
-
-  template <class Work>
-  void find_scores(const TileStep& step, int64_t place, Work& between) {
+  XOPT_INLINE void find_scores(const TileStep& step, int64_t place, Work& between) {
     const Range rows = plan_.rows_of_block(step.block);
     const Queries queries = queries_of(step.block);
     const uint8_t* panel = keys_ + (step.key - chunk_) / kPanelColumns * plan_.key_panel_bytes;
     float* sums = scores_of(place);
     for (int64_t left = step.count; left > 0; left -= kPanelColumns) {
-      products_.run({queries.rows, queries.stride, panel, plan_.depth_tiles, sums, false, rows.size(), left}, between);
+      products_.run({queries.rows, queries.stride, 64, panel, plan_.depth_tiles, sums, false, rows.size(), left},
+                    between);
       panel += plan_.key_panel_bytes;
       sums += kSumValues;
     }
   }
 
   template <class Work>
-  void add_values(const TileStep& step, int64_t place, Work& between) {
+  XOPT_INLINE void add_values(const TileStep& step, int64_t place, Work& between) {
     const auto* words = reinterpret_cast<const uint8_t*>(probabilities_of(place));
     const uint8_t* panel = values_ + (step.key - chunk_) / kPanelColumns * 2 * kTileBytes;
     float* sums = sums_of(step.block);
@@ -240,7 +213,7 @@ class TileAttention {
     const ScoreBlock all{sums, kPanelColumns, kSumValues, rows, plan_.value_tiles * kTileColumns};
     if (scales_[place]) all.scale_rows(factors_[place]);
     for (int64_t left = plan_.value_tiles; left > 0; left -= 2) {
-      products_.run({words, kWordStride * 2, panel, k_tiles, sums, !step.first, rows, left * kTileColumns}, between);
+      products_.run({words, 64, kSumValues * 2, panel, k_tiles, sums, !step.first, rows, left * kTileColumns}, between);
       panel += plan_.value_panel_bytes;
       sums += kSumValues;
     }
@@ -327,8 +300,7 @@ class TileAttention {
   MaskRow mask_;
   const AttentionHead<Bf16>* head_ = nullptr;
   Range blocks_{};
-  int64_t chunk_ = 0;  // its first key
-  UpcomingRows<Bf16> upcoming_;
+  int64_t chunk_ = 0;                            // its first key
   uint8_t *keys_ = nullptr, *values_ = nullptr;  // panels of a chunk
   uint8_t* queries_ = nullptr;                   // copies: [row block][row]
   Bf16* probabilities_ = nullptr;                // [place][row]

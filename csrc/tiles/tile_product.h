@@ -18,6 +18,7 @@ XOPT_INLINE void tile_barrier() { asm volatile("" ::: "memory"); }
 struct TileProduct {
   const uint8_t* rows;
   int64_t row_bytes;           // from a row to the next
+  int64_t step_bytes;          // from rows of a step along k to those of the next
   const uint8_t* panel;        // 2 KB for each step along k
   int64_t k_tiles;             // at least 1
   float* sums;                 // rows of 32
@@ -29,14 +30,16 @@ class TileProducts {
  public:
   // Sums are there after the next product, or finish(). Calls between.step() after each instruction.
   template <class Between>
-  void run(const TileProduct& product, Between& between) {
+  XOPT_INLINE void run(const TileProduct& product, Between& between) {
     tile_barrier();
     if (product.row_count <= kTileRows) {
-      product.columns <= kTileColumns ? multiply<false, false>(product, between)
-                                      : multiply<false, true>(product, between);
+      Between copy = between;
+      one_row_tile(product, copy);
+      between = copy;
+    } else if (product.columns <= kTileColumns) {
+      multiply<true, false>(product, between);
     } else {
-      product.columns <= kTileColumns ? multiply<true, false>(product, between)
-                                      : multiply<true, true>(product, between);
+      multiply<true, true>(product, between);
     }
     tile_barrier();
   }
@@ -67,8 +70,15 @@ class TileProducts {
     }                                                         \
   } while (false)
 
+  // By itself, and with a copy of what is else in registers: few rows are rare.
+  template <class Between>
+  [[gnu::noinline]] void one_row_tile(const TileProduct& product, Between& between) {
+    product.columns <= kTileColumns ? multiply<false, false>(product, between)
+                                    : multiply<false, true>(product, between);
+  }
+
   template <bool TwoRows, bool TwoColumns, class Between>
-  void multiply(const TileProduct& product, Between& between) {
+  XOPT_INLINE void multiply(const TileProduct& product, Between& between) {
     const int64_t row_bytes = product.row_bytes;
     const uint8_t *a = product.rows, *b = product.panel;
     step<true, TwoRows, TwoColumns>(product, a, b, row_bytes, between);
@@ -76,7 +86,7 @@ class TileProducts {
     if (!TwoRows && has_rows_) XOPT_TILE_STORE(2, kept_ + kBelow, kSumBytes);
     if (!(TwoRows && TwoColumns) && has_rows_ && has_columns_) XOPT_TILE_STORE(3, kept_ + kBelow + kRight, kSumBytes);
     for (int64_t k = 1; k < product.k_tiles; ++k) {
-      a += 64;
+      a += product.step_bytes;
       b += 2 * kTileBytes;
       step<false, TwoRows, TwoColumns>(product, a, b, row_bytes, between);
     }
