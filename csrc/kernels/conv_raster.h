@@ -241,7 +241,7 @@ class RasterThread {
   void run_block(int64_t rows, const BlockCall& call) {
     background_.begin_block();
     if (finishes_panels_) return output_.template run<Block>(rows, call, background_);
-    Block::run(rows, call, background_);
+    Block::run_steps(rows, call, background_);
   }
 
   uint8_t* sums(int64_t block, int64_t panel) const {

@@ -307,12 +307,17 @@ class PanelOutput {
             e.other_row_stride != 0 ? rows * e.other_row_stride + columns : 0};
   }
 
-  // A block, between whose products the panel before is finished and what stands in the background is done.
+  // A block, between whose products the panel before is finished and what stands in the background is done; of a call with
+  // steps where outputs are a raster's.
   template <class Block, class Background>
   void run(int64_t rows, const BlockCall& call, Background& background) {
     before_.spread_over(call.k_tiles);
     Between<Background> between{before_, background};
-    Block::run(rows, call, between);
+    if constexpr (std::is_same_v<Outputs, RowsInOrder>) {
+      Block::run(rows, call, between);
+    } else {
+      Block::run_steps(rows, call, between);
+    }
     before_.rest();
   }
   // A panel whose sums are complete, and stay untouched until the next one's are.

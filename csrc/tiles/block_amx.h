@@ -133,13 +133,16 @@ struct TileBlock {
     if (call.k_tiles == 0) {
       if (call.kept != nullptr) store(*call.kept);
       __builtin_memset(call.acc, 0, kRows * kPanelColumns * 4);
-    } else if (call.steps != nullptr) {
-      run_on<InPlace>(rows, call, between);
     } else if (call.a_stride != 0) {
       run_on<InRows>(rows, call, between);
     } else {
       run_on<Copied>(rows, call, between);
     }
+  }
+  // Of a call with `steps`, at least one.
+  template <class Between>
+  static void run_steps(int64_t rows, const BlockCall& call, Between& between) {
+    run_on<InPlace>(rows, call, between);
   }
 
   template <class Rows, class Between>
