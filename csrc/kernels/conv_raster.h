@@ -148,12 +148,13 @@ class RasterThread {
     plane_bytes_ = positions * raster_.pitch();
     const Scratch planes(static_cast<size_t>(positions * raster_.position_bytes()));
     const Scratch acc(static_cast<size_t>((plan_.groups > 1 ? cut.blocks * cut.panels : 2) * kAccBytes));
-    const Scratch steps(static_cast<size_t>(raster_.places() * plan_.group_tiles) * sizeof(BlockStep));
+    const Scratch places(static_cast<size_t>(raster_.places()) * sizeof(int64_t));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
     if (finishes_panels_) output_.begin(panels, columns.as<uint8_t>());
     planes_ = planes.as<uint8_t>();
     acc_ = acc.as<uint8_t>();
-    steps_ = steps.as<BlockStep>();
+    places_ = places.as<int64_t>();
+    raster_.set_places(plane_bytes_, places_);
     panels_ = panels;
     weights_end_ = weights_end;
     for (int64_t block = blocks.begin; block < blocks.end; block += cut.blocks) {
@@ -201,7 +202,7 @@ class RasterThread {
     const int64_t tiles = minimum(plan_.group_tiles, plan_.tiles_of_place - group_ * plan_.group_tiles);
     const int64_t first = group_ * plan_.group_tiles * Block::kTileK;
     const Raster::Channels channels{first, minimum(tiles * Block::kTileK, raster_.channels() - first)};
-    k_tiles_ = raster_.set_steps(channels, Block::kTileK, plane_bytes_, steps_);
+    steps_of_place_ = tiles;
     for (int64_t block = blocks_.begin; block < blocks_.end;) {
       const Place begin = place(block);
       const int64_t of_image = minimum(blocks_.end, (begin.image + 1) * plan_.image_blocks) - block;
@@ -221,16 +222,18 @@ class RasterThread {
     call.kept = &kept_;
     call.a = place_in_plane(at);
     call.a_stride = raster_.pitch();
-    call.steps = steps_;
-    call.k_tiles = k_tiles_;
+    call.places = places_;
+    call.steps_of_place = steps_of_place_;
+    call.weights_of_place = plan_.tiles_of_place * 2 * kTileBytes;
+    call.k_tiles = raster_.places() * steps_of_place_;
     call.accumulate = group_ > 0;
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      call.b = w_.panel_data + panel * w_.panel_bytes;
+      call.b = weights(panel, group_);
       call.acc = sums(block, panel);
       call.backwards = w_.goes_backwards(panel);
       fetch_ahead(block, panel, panels, &call);
       background_.prefetches.clear();
-      if (last && call.k_tiles > 0 && !finishes_panels_) {
+      if (last && !finishes_panels_) {
         background_.prefetches.add_other(call_.epilogue, outputs.row(), rows(at), panel * kPanelColumns, call.k_tiles);
       }
       run_block(rows(at), call);
@@ -241,7 +244,7 @@ class RasterThread {
   void run_block(int64_t rows, const BlockCall& call) {
     background_.begin_block();
     if (finishes_panels_) return output_.template run<Block>(rows, call, background_);
-    Block::run_steps(rows, call, background_);
+    Block::run_places(rows, call, background_);
   }
 
   uint8_t* sums(int64_t block, int64_t panel) const {
@@ -249,18 +252,22 @@ class RasterThread {
     return acc_ + (plan_.groups > 1 ? waiting : turn_) * kAccBytes;
   }
 
+  const uint8_t* weights(int64_t panel, int64_t group) const {
+    return w_.panel_data + panel * w_.panel_bytes + group * plan_.group_tiles * 2 * kTileBytes;
+  }
+
   // The weights wanted after these, each row block its share: of the group for the next panels, or the next group's.
   void fetch_ahead(int64_t block, int64_t panel, Range panels, BlockCall* call) const {
     const int64_t lines = lines_ahead<Block>(blocks_.size()), done = (block - blocks_.begin) * lines * 64;
-    int64_t next = panel + panels.size(), groups = 0;
-    if (next >= strip_.end && group_ + 1 < plan_.groups) {
+    int64_t next = panel + panels.size(), group = group_;
+    if (next >= strip_.end && group + 1 < plan_.groups) {
       next = strip_.begin;
-      groups = 1;
+      ++group;
     } else if (next >= strip_.end) {
-      groups = -group_;
+      group = 0;
     }
     const bool more = next < weights_end_ && done < 2 * kTileBytes;
-    call->ahead = w_.panel_data + next * w_.panel_bytes + groups * plan_.group_tiles * 2 * kTileBytes + done;
+    call->ahead = weights(next, group) + done;
     call->ahead_lines = more ? lines : 0;
   }
 
@@ -291,8 +298,8 @@ class RasterThread {
 
   uint8_t *planes_ = nullptr, *acc_ = nullptr;  // acc: sums of the chunk, or of two blocks in turns
   KeptSums kept_;
-  BlockStep* steps_ = nullptr;
-  int64_t group_ = 0, k_tiles_ = 0, plane_bytes_ = 0, turn_ = 0, weights_end_ = 0;
+  int64_t* places_ = nullptr;
+  int64_t group_ = 0, steps_of_place_ = 0, plane_bytes_ = 0, turn_ = 0, weights_end_ = 0;
   Strips<Block> strips_;
   Range panels_{}, blocks_{}, strip_{};  // all panels, the chunk, the strip
 };

@@ -308,7 +308,7 @@ class PanelOutput {
   }
 
   // A block, between whose products the panel before is finished and what stands in the background is done; of a call with
-  // steps where outputs are a raster's.
+  // places where outputs are a raster's.
   template <class Block, class Background>
   void run(int64_t rows, const BlockCall& call, Background& background) {
     before_.spread_over(call.k_tiles);
@@ -316,7 +316,7 @@ class PanelOutput {
     if constexpr (std::is_same_v<Outputs, RowsInOrder>) {
       Block::run(rows, call, between);
     } else {
-      Block::run_steps(rows, call, between);
+      Block::run_places(rows, call, between);
     }
     before_.rest();
   }

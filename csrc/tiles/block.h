@@ -53,11 +53,6 @@ struct KeptSums {
   bool two_rows = false;  // of tiles
 };
 
-// Bytes from `a` to where a step's rows begin, and from `b` to its weights.
-struct BlockStep {
-  int64_t a, b;
-};
-
 struct BlockCall {
   const void* a;     // row 0 of the copy at this block's first k
   const uint8_t* b;  // the panel's first tile at this k; tiles follow each other, 2 KB for each step along k
@@ -72,17 +67,20 @@ struct BlockCall {
   int64_t last_rows = kTileRows;
   // Of how many columns sums are wanted.
   int64_t columns = kPanelColumns;
-  // Lines of weights to fetch into L2 for later, so many for each step along k. Only blocks with kBackground look here:
-  // in registers of their loop it costs them less than among what happens between their products.
+  // Lines of weights to fetch into L2 for later, so many for each step along k; with `places` they lie as far apart as those
+  // at hand. Only blocks with kBackground look here: in registers of their loop it costs them less than among what happens
+  // between their products.
   const uint8_t* ahead = nullptr;
   int64_t ahead_lines = 0;
   // Tiles only: sums may stay in tiles, and those of the block before, which may be there, are stored before step() is
   // called. Without, they are in `acc` when the block returns.
   KeptSums* kept = nullptr;
-  // Rows of A that lie elsewhere than in a copy (tiles only): bytes from row to row, and where rows and weights are for each
-  // step along k; without these steps a row's elements follow each other, and so do weights.
+  // Rows of A that lie elsewhere than in a copy (tiles only): bytes from row to row. Where they lie in places of which each has
+  // some of the steps, bytes from `a` to where rows begin in each place, and from one place's weights to the next one's;
+  // without these a row's elements follow each other, and so do weights.
   int64_t a_stride = 0;
-  const BlockStep* steps = nullptr;
+  const int64_t* places = nullptr;
+  int64_t steps_of_place = 0, weights_of_place = 0;
   // For blocks with kFinishes, rows that lie in pieces, of which there are k_tiles. Of each kRowsOfPointer rows, the bytes
   // from `a` to the first; the other follows by a_stride.
   const Piece* pieces = nullptr;

@@ -99,33 +99,40 @@ struct TileBlock {
     const int64_t stride;
     explicit InRows(const BlockCall& call) : Adjacent(call), stride(call.a_stride) {}
   };
-  struct InPlace {
-    const int64_t stride;
-    const uint8_t *a_base, *b_base, *ahead;
-    const BlockStep *step, *step_ahead;
-    const int64_t advance, ahead_lines;
+  // Of a step what is fetched lies at one distance from its weights.
+  struct InPlaces {
+    const int64_t stride, advance, b_advance, ahead_lines, ahead_distance, steps_of_place, to_next_place;
+    const uint8_t* const base;
+    const int64_t* place;
     const uint8_t *rows, *b;
-    explicit InPlace(const BlockCall& call)
+    int64_t left;
+    explicit InPlaces(const BlockCall& call)
         : stride(call.a_stride),
-          a_base(static_cast<const uint8_t*>(call.a)),
-          b_base(call.b),
-          ahead(call.ahead),
-          step(call.steps + first_step(call)),
-          step_ahead(step),
-          advance(direction(call)),
+          advance(direction(call) * 64),
+          b_advance(direction(call) * 2 * kTileBytes),
           ahead_lines(call.ahead_lines),
-          rows(a_base + step->a),
-          b(b_base + step->b) {}
+          ahead_distance(call.ahead_lines > 0 ? call.ahead - call.b : 0),
+          steps_of_place(call.steps_of_place),
+          to_next_place(direction(call) * (call.weights_of_place - call.steps_of_place * 2 * kTileBytes)),
+          base(static_cast<const uint8_t*>(call.a) + (call.backwards ? (call.steps_of_place - 1) * 64 : 0)),
+          place(call.places + (call.backwards ? call.k_tiles / call.steps_of_place - 1 : 0)),
+          rows(base + *place),
+          b(call.b),
+          left(call.steps_of_place) {
+      if (call.backwards) b += (place - call.places) * call.weights_of_place + (steps_of_place - 1) * 2 * kTileBytes;
+    }
     XOPT_INLINE void next() {
-      step += advance;
-      rows = a_base + step->a;
-      b = b_base + step->b;
+      rows += advance;
+      b += b_advance;
+      if (--left == 0) next_place();
     }
-    // What is fetched lies in the same order.
-    XOPT_INLINE void fetch_ahead() {
-      fetch_lines(ahead + step_ahead->b, ahead_lines);
-      step_ahead += advance;
+    XOPT_INLINE void next_place() {
+      place += advance > 0 ? 1 : -1;
+      rows = base + *place;
+      b += to_next_place;
+      left = steps_of_place;
     }
+    XOPT_INLINE void fetch_ahead() { fetch_lines(b + ahead_distance, ahead_lines); }
   };
 
   template <class Between>
@@ -139,10 +146,10 @@ struct TileBlock {
       run_on<Copied>(rows, call, between);
     }
   }
-  // Of a call with `steps`, at least one.
+  // Of a call with `places`, and at least one step.
   template <class Between>
-  static void run_steps(int64_t rows, const BlockCall& call, Between& between) {
-    run_on<InPlace>(rows, call, between);
+  static void run_places(int64_t rows, const BlockCall& call, Between& between) {
+    run_on<InPlaces>(rows, call, between);
   }
 
   template <class Rows, class Between>
@@ -237,12 +244,12 @@ struct TileBlock {
     XOPT_TILE_LOAD(4, a.rows, a.stride);
     XOPT_TILE_STREAM(6, a.b, 64);
     most_of_step(std::true_type{});
+    a.fetch_ahead();
     for (int64_t t = 1; t < call.k_tiles; ++t) {
       next_step();
       most_of_step(std::false_type{});
     }
     end_of_step();
-    a.fetch_ahead();
     between.step();
     end_sums<true>(call);
   }

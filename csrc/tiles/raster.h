@@ -14,7 +14,6 @@
 #pragma once
 
 #include "runtime/arena.h"
-#include "tiles/block.h"
 #include "tiles/pixels.h"
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
@@ -62,26 +61,18 @@ class Raster {
   // Of the kernel.
   int64_t places() const { return view_.kernel[0] * view_.kernel[1] * view_.kernel[2]; }
 
-  // Where rows and weights are, step by step, if positions hold these channels, of which a step takes tile_k, and planes are
-  // so far apart. Returns how many steps there are.
-  int64_t set_steps(Channels channels, int64_t tile_k, int64_t plane_bytes, BlockStep* steps) const {
+  // Where rows begin for each of them, if planes are so far apart.
+  void set_places(int64_t plane_bytes, int64_t* to) const {
     const PatchesView& v = view_;
-    const int64_t of_place = ceil_div(v.channels, tile_k) * 2 * kTileBytes;
-    BlockStep* step = steps;
-    int64_t b = channels.begin / tile_k * 2 * kTileBytes;
     for (int64_t z = 0; z < v.kernel[0]; ++z) {
       for (int64_t y = 0; y < v.kernel[1]; ++y) {
-        for (int64_t x = 0; x < v.kernel[2]; ++x, b += of_place) {
+        for (int64_t x = 0; x < v.kernel[2]; ++x) {
           const int64_t plane = (z % period_[0] * planes_[1] + y % period_[1]) * planes_[2] + x % period_[2];
           const int64_t position = (shift(0, z) * extent_[1] + shift(1, y)) * extent_[2] + shift(2, x);
-          const int64_t a = plane * plane_bytes + position * pitch_;
-          for (int64_t tile = 0; tile < ceil_div(channels.count, tile_k); ++tile) {
-            *step++ = {a + tile * tile_k * element_, b + tile * 2 * kTileBytes};
-          }
+          *to++ = plane * plane_bytes + position * pitch_;
         }
       }
     }
-    return step - steps;
   }
 
   // These channels of positions [begin, end) of an image into each plane.
