@@ -155,9 +155,9 @@ struct TileBlock {
   template <class Rows, class Between>
   static void run_on(int64_t rows, const BlockCall& call, Between& between) {
     if (rows > kTileRows) {
-      two_row_tiles(Rows(call), call, between);
+      two_row_tiles<Rows>(call, between);
     } else {
-      one_row_tile(Rows(call), call, between);
+      one_row_tile<Rows>(call, between);
     }
   }
 
@@ -209,7 +209,8 @@ struct TileBlock {
   }
 
   template <class Rows, class Between>
-  static void two_row_tiles(Rows a, const BlockCall& call, Between& between) {
+  static void two_row_tiles(const BlockCall& call, Between& between) {
+    Rows a(call);  // not an argument, which would stay in memory
     uint8_t* const before = kept_before<true>(call);
     const auto* acc = static_cast<const uint8_t*>(call.acc);
     VectorsAwake awake;
@@ -255,7 +256,8 @@ struct TileBlock {
   }
 
   template <class Rows, class Between>
-  static void one_row_tile(Rows a, const BlockCall& call, Between& between) {
+  static void one_row_tile(const BlockCall& call, Between& between) {
+    Rows a(call);
     uint8_t* const before = kept_before<false>(call);
     const auto* acc = static_cast<const uint8_t*>(call.acc);
     VectorsAwake awake;

@@ -222,8 +222,10 @@ class Raster {
                     length_of_run = dense ? (outside - inside) * channels.count : channels.count;
       for (int64_t run = 0; run < runs; ++run) {
         // A group's channels are some lines each, far apart, that the hardware does not foresee.
-        for (int64_t at = 0; run + kRunsAhead < runs && at < length_of_run * size; at += 64) {
-          __builtin_prefetch(from + (run + kRunsAhead) * step + at);
+        if (channels.count < v.channels && run + kRunsAhead < runs) {
+          for (int64_t at = 0; at < length_of_run * size; at += 64) {
+            __builtin_prefetch(from + (run + kRunsAhead) * step + at);
+          }
         }
         copy_run<Block>(v.dtype, from + run * step, length_of_run,
                         reinterpret_cast<typename Block::A*>(to + run * pitch_));
