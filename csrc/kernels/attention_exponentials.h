@@ -53,10 +53,7 @@ class ExponentialsBetween {
   XOPT_INLINE void exponentiate(int64_t row) {
     const float* scores = scores_ + row * kPanelColumns;
     const F reference = set1(references_[row]);
-    const auto count = [&](int64_t column) {
-      const F score = load(scores + column);
-      return Adds ? fma(sub(score, reference), scale_, set1(kExp2Offset)) : fma(score, scale_, reference);
-    };
+    const auto count = [&](int64_t column) { return count_of<Adds>(load(scores + column), reference, scale_); };
     const __m512i counts = exp2_counts(count(0), count(kWidth));
     most_ = _mm512_max_epu16(most_, counts);
     _mm512_store_si512(to_ + row * kPanelColumns, exp2_words(counts));

@@ -189,6 +189,19 @@ void update_largest(SoftmaxState<N>* state, float unit, const float* found, floa
   }
 }
 
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+// Scores as the counts that exp2_words.h takes. `Adds`: whether a mask was added to them. What a row's counts begin with, if
+// this is subtracted from its scores, or with a mask that itself; and a score's count.
+template <bool Adds>
+XOPT_INLINE F count_reference(F subtracted) {
+  return Adds ? subtracted : fma(subtracted, set1(-kExp2Scale), set1(kExp2Offset));
+}
+template <bool Adds>
+XOPT_INLINE F count_of(F score, F reference, F scale) {
+  return Adds ? fma(sub(score, reference), scale, set1(kExp2Offset)) : fma(score, scale, reference);
+}
+#endif
+
 // A block of scores on its way to probabilities. The instruction that subtracts the largest scales, too, unless masks
 // add to scores, which comes in between. `Sums`: whether it sums the probabilities; else it notes the largest.
 template <int64_t N, class To, bool Sums = true>
@@ -276,10 +289,9 @@ class SoftmaxStep {
   // find_references leaves there where masks add; and what a score counts.
   bool by_words() const { return by_words_; }
   void find_references(float* to) const {
-    const F offset = set1(kExp2Offset), scale = set1(-kExp2Scale);
     for (int64_t row = 0; row < N; row += kWidth) {
-      const F reference = load(references_ + row);
-      store(to + row, adds_to_scores(call_) ? reference : fma(reference, scale, offset));
+      const F subtracted = load(references_ + row);
+      store(to + row, adds_to_scores(call_) ? count_reference<true>(subtracted) : count_reference<false>(subtracted));
     }
     for (int64_t row = block_.rows; row < N; ++row) to[row] = 0;  // of rows that are nobody's, however large they are
   }
@@ -318,15 +330,11 @@ class SoftmaxStep {
     const bool has_second = block_.columns - column > kWidth;
     const float* scores = block_.scores + panel * block_.panel_stride + begin * row_stride;
     To* to = to_ + panel * to_panel_stride_ + begin * to_stride;
-    const F scale = set1(kExp2Scale * (Adds ? kLog2E : later_scale())), offset = set1(kExp2Offset);
+    const F scale = set1(count_of_score());
     __m512i most = most_;
     for (int64_t row = begin; row < end; ++row, scores += row_stride, to += to_stride) {
-      const F reference = set1(references_[row]);
-      const F subtracted = fma(reference, set1(-kExp2Scale), offset);
-      const auto count = [&](const float* from) {
-        const F score = load(from);
-        return Adds ? fma(sub(score, reference), scale, offset) : fma(score, scale, subtracted);
-      };
+      const F reference = count_reference<Adds>(set1(references_[row]));
+      const auto count = [&](const float* from) { return count_of<Adds>(load(from), reference, scale); };
       const __m512i counts = exp2_counts(count(scores), has_second ? count(scores + kWidth) : set1(0.0F));
       const __m512i words = exp2_words(counts);
       if constexpr (!Sums) most = _mm512_max_epu16(most, counts);

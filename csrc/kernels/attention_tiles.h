@@ -303,7 +303,7 @@ class TileAttention {
   int64_t chunk_ = 0;                            // its first key
   uint8_t *keys_ = nullptr, *values_ = nullptr;  // panels of a chunk
   uint8_t* queries_ = nullptr;                   // copies: [row block][row]
-  Bf16* probabilities_ = nullptr;                // [place][row]
+  Bf16* probabilities_ = nullptr;                // [place][panel][row][32]
   float *scores_ = nullptr, *sums_ = nullptr;    // [place][panel][row][32], [row block][panel][row][32]
   State* states_ = nullptr;                      // [row block]
   float keys_magnitude_ = 0;                     // of the chunk

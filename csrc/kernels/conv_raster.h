@@ -155,7 +155,6 @@ class RasterThread {
     acc_ = acc.as<uint8_t>();
     places_ = places.as<int64_t>();
     raster_.set_places(plane_bytes_, places_);
-    panels_ = panels;
     weights_end_ = weights_end;
     for (int64_t block = blocks.begin; block < blocks.end; block += cut.blocks) {
       blocks_ = {block, minimum(block + cut.blocks, blocks.end)};
@@ -189,7 +188,7 @@ class RasterThread {
     strip_ = panels;
     if (plan_.groups > 1) finish_epilogue();  // of sums that are about to be overwritten
     for (group_ = 0; group_ < plan_.groups; ++group_) {
-      if (plan_.groups > 1 || panels.begin == panels_.begin) begin_group();
+      begin_group();
       for (int64_t panel = panels.begin; panel < panels.end; panel += plan_.chunk_panels) {
         const Range chunk{panel, minimum(panel + plan_.chunk_panels, panels.end)};
         for (int64_t block = blocks_.begin; block < blocks_.end; ++block) row_block(block, chunk);
@@ -301,7 +300,7 @@ class RasterThread {
   int64_t* places_ = nullptr;
   int64_t group_ = 0, steps_of_place_ = 0, plane_bytes_ = 0, turn_ = 0, weights_end_ = 0;
   Strips<Block> strips_;
-  Range panels_{}, blocks_{}, strip_{};  // all panels, the chunk, the strip
+  Range blocks_{}, strip_{};  // the chunk, the strip
 };
 
 template <class Block>
@@ -311,7 +310,7 @@ void conv_on_raster(const ConvCall& call, const RasterPlan<Block>& plan) {
   first.m = plan.blocks * Block::kRows;
   const GemmPlan<Block> grid(first);
   each_part(call, grid, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {
-    const Raster raster(product_input(call, product), plan.whole_lines, plan.group_tiles * Block::kTileK);
+    const Raster raster(product_input(call, product), plan.whole_lines, plan.raster.most_channels());
     RasterThread<Block>(gemm, raster, plan, epilogue).compute(blocks, panels, weights_end);
   });
 }
