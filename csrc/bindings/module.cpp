@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -25,7 +24,6 @@
 #include "runtime/affinity.h"
 #include "runtime/arena.h"
 #include "runtime/cpu.h"
-#include "runtime/faster_way.h"
 #include "runtime/outputs.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
@@ -406,23 +404,9 @@ std::string tune_waits(const std::vector<std::pair<ChoiceNumbers, double>>& seco
   return instance_text(key, chosen);
 }
 
-// The ways that so many calls went, which wait by their way.
-std::vector<int> ways_of_waits(std::array<double, 2> seconds, int calls) {
-  FasterWay ways;
-  std::vector<int> gone;
-  for (int i = 0; i < calls; ++i) {
-    const FasterWay::Call call = ways.begin();
-    gone.push_back(call.way);
-    std::this_thread::sleep_for(std::chrono::duration<double>(seconds[static_cast<size_t>(call.way)]));
-    ways.end(call, 1);
-  }
-  return gone;
-}
-
 void bind_testing(py::module_ m) {
   const py::call_guard<py::gil_scoped_release> unlocked;
   m.def("region_members", &region_members, py::arg("regions"), py::arg("team") = false, unlocked);
-  m.def("ways_of_waits", &ways_of_waits, py::arg("seconds"), py::arg("calls"), unlocked);
   m.def("tune_waits", &tune_waits, py::arg("seconds"), unlocked);
   m.def("nested_region", &nested_region, py::arg("threads"), py::arg("team") = false, unlocked);
   m.def("throwing_region", &throwing_region, py::arg("threads"), py::arg("thrower"), py::arg("team") = false, unlocked);

@@ -3,7 +3,8 @@
 
 #include "kernels/gemm_thread.h"
 #include "kernels/grid.h"
-#include "runtime/faster_way.h"
+#include "kernels/norm_input.h"
+#include "kernels/slice_loop.h"
 #include "runtime/registry.h"
 
 namespace xopt::XOPT_ISA {
@@ -19,8 +20,7 @@ EpilogueFn* select_epilogue(const GemmCall& call) {
 template <class Block>
 class GemmLoop {
  public:
-  explicit GemmLoop(const GemmCall& call, typename GemmPlan<Block>::Rows rows = GemmPlan<Block>::Rows::pass)
-      : call_(call), plan_(call, rows) {}
+  explicit GemmLoop(const GemmCall& call) : call_(call), plan_(call) {}
 
   void run() {
     if (call_.epilogue.norm == Norm::none) {
@@ -55,14 +55,14 @@ class GemmLoop {
     const bool weights_stay = plan_.weights_stay(call_.weight);
     const int64_t group_bytes = l2_bytes() / 8 * (weights_stay ? 1 : 3);
     const int64_t group = maximum<int64_t>(1, group_bytes / (n * plan_.block_rows * 4));  // row blocks
-    EpilogueFn* epilogue = select_epilogue<Block>(norm_input_call(nullptr));
+    EpilogueFn* epilogue = select_epilogue<Block>(norm_input_call(call_, nullptr));
     const int64_t threads = minimum(plan_.max_threads, plan_.row_blocks);
     SharedParts shared(threads, group);
     shared.deal(plan_.row_blocks);
     parallel_for_some(static_cast<int>(threads), [&](int thread, int count) {
       shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
         const Scratch scratch(static_cast<size_t>(minimum(group, end - begin) * plan_.block_rows * n * 4));
-        const GemmCall inner = norm_input_call(scratch.as<float>());
+        const GemmCall inner = norm_input_call(call_, scratch.as<float>());
         for (int64_t b = begin; b < end; b += group) {
           const int64_t last = minimum(b + group, end), first = plan_.first_row(b);
           const Range panels{0, call_.weight.panels};
@@ -76,60 +76,29 @@ class GemmLoop {
 
   // Threads share rows, since reading all weights in each would cost more: the norm waits for the last of them.
   void run_norm_in_two_steps() const {
-    static Kernel<RowNormFn> norm("row_norm", "f32");
     const Scratch scratch(static_cast<size_t>(call_.m * call_.weight.n * 4));
-    const GemmCall inner = norm_input_call(scratch.as<float>());
+    const GemmCall inner = norm_input_call(call_, scratch.as<float>());
     compute_grid(inner, select_epilogue<Block>(inner));
-    parallel(static_cast<int>(minimum(plan_.max_threads, call_.m)), [&](int thread, int threads) {
-      const Range rows = share(call_.m, threads, thread);
-      norm(call_, scratch.as<float>(), int64_t{0}, rows.begin, rows.end);
-    });
-  }
-
-  GemmCall norm_input_call(float* values) const {
-    GemmCall inner = call_;
-    inner.epilogue.out = values;
-    inner.epilogue.out_dtype = DType::f32;
-    inner.epilogue.out_row_stride = call_.weight.n;
-    return inner;
+    normalise(call_, scratch.as<float>(), 0, call_.m);
   }
 
   const GemmCall& call_;
   const GemmPlan<Block> plan_;
 };
 
-// Of all dtypes and lengths, so that a model finds out soon.
-inline FasterWay& ways_of_few_rows() {
-  static FasterWay ways;
-  return ways;
-}
-
-// Whether rows had better stay depends on how a core's products and what it reads from memory go together, and so on the
-// machine: 128 rows on two cores are 1.1 to 1.2 times as fast by it on Granite Rapids, 0.92 on Emerald Rapids, with eight
-// cores 1.04 there.
-template <class Block>
-void gemm_of_few_rows(const GemmCall& call) {
-  using Rows = typename GemmPlan<Block>::Rows;
-  if (call.tuning.weights_stay != TunedStay::automatic) {
-    return GemmLoop<Block>(call, call.tuning.weights_stay == TunedStay::never ? Rows::stay : Rows::pass).run();
-  }
-  FasterWay& ways = ways_of_few_rows();
-  const FasterWay::Call measured = ways.begin();
-  GemmLoop<Block>(call, measured.way == 1 ? Rows::stay : Rows::pass).run();
-  const int64_t steps = ceil_div(call.m, Block::kRows) * call.weight.panels * call.weight.k_tiles;
-  ways.end(measured, static_cast<double>(steps));
-}
-
 template <class Block>
 void gemm_with(const GemmCall& call) {
   if (call.m == 0 || call.weight.n == 0) return;
-  if (GemmPlan<Block>::rows_may_stay(call)) return gemm_of_few_rows<Block>(call);
   GemmLoop<Block>(call).run();
 }
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
 template <class Kind>
 void gemm_with_tiles(const GemmCall& call) {
+  using Slices = SliceBlock<Kind>;
+  if (call.m > 0 && call.weight.k_tiles > 0 && slices_pay(call, Slices::kRows)) {
+    return SliceLoop<Slices, Merged>(call, Merged(call.a)).run(select_epilogue<Slices>);
+  }
   if (call.weight.k_tiles <= kShortTiles) return gemm_with<TileBlock<Kind, kShortTiles>>(call);
   gemm_with<TileBlock<Kind, kLongTiles>>(call);
 }

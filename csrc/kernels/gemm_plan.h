@@ -96,24 +96,14 @@ struct GemmPlan : RowBlocks {
   // Row blocks that make up for the first one's wait for a chunk's weights; and so many that copies of A, and sums that
   // wait for the next k block, do not become too many.
   static constexpr int64_t kManyRowBlocks = 12, kMostKeptRowBlocks = 32;
-  // Where rows stay: between how many row blocks, and what a chunk is then.
-  static constexpr int64_t kLeastFewRowBlocks = 3, kMostFewRowBlocks = 7, kShortKBlock = 8, kPanelsOfFewRows = 4;
+  // How rows of A come: as call.a says, or from a view that says where they are.
+  enum class Rows : uint8_t { of_call, in_place_of_view };
 
-  // How rows of A come: as they do for many; those of a view that says where they are, whatever call.a says; few of a call
-  // whose rows may stay in L1 (rows_stay).
-  enum class Rows : uint8_t { pass, in_place_of_view, stay };
-
-  explicit GemmPlan(const GemmCall& call, Rows rows = Rows::pass)
+  explicit GemmPlan(const GemmCall& call, Rows rows = Rows::of_call)
       : GemmPlan(call, RowBlocks(call.m, most_rows(call), Block::kEvenRows), rows) {}
   GemmPlan(const GemmCall& call, const RowBlocks& blocks, Rows rows) : RowBlocks(blocks) {
     const PackedWeight& w = call.weight;
-    rows_stay = rows == Rows::stay;
     k_block_tiles = even_k_block(w.k_tiles, most_k_block_tiles(w.k_tiles));
-    if (rows_stay) {
-      const int64_t long_block = k_block_tiles;
-      k_block_tiles = even_k_block(long_block, kShortKBlock);
-      short_blocks = ceil_div(long_block, k_block_tiles);
-    }
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
     const int64_t step = step_of_rows<Block>(call);
     reads_in_place = rows == Rows::in_place_of_view || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));
@@ -124,30 +114,9 @@ struct GemmPlan : RowBlocks {
     apply(call.tuning, w.panels);
   }
 
-  // Where few rows pass, most of the time is what it takes to bring in weights from memory, and that goes together with
-  // products the better the less these take from L2 (csrc/README.md). So k goes by short blocks, of which a row block's
-  // values are in L1 while a chunk's panels pass; sums wait in L2. Weights that L2 may hold are better read in one go: 0.85.
-  static bool rows_may_stay(const GemmCall& call) {
-    const PackedWeight& w = call.weight;
-    const int64_t blocks = ceil_div(call.m, Block::kRows);
-    if (!Block::kBackground || blocks < kLeastFewRowBlocks || blocks > kMostFewRowBlocks) return false;
-    if (w.k_tiles < 2 * kShortKBlock || w.panels * w.panel_bytes <= l2_bytes() / 2) return false;
-    // Every second panel of an output that leaves L2 is every second line on its way to memory.
-    if (call.m * w.n * dtype_size(call.epilogue.out_dtype) > xopt::max_threads() * l2_bytes()) return false;
-    const int64_t long_block = even_k_block(w.k_tiles, Block::kMaxTiles);
-    if (w.k_tiles == long_block) return true;
-    // A copy of rows does not hold so much of k, and short blocks have to be what long ones are cut into.
-    const int64_t step = tiles_in_place<Block>(Merged(call.a), w, call.m).step;
-    return long_block % even_k_block(long_block, kShortKBlock) == 0 && call.m % kTileRows == 0 && step != 0 &&
-           !tile_rows_meet(step);
-  }
-
   int64_t tiles_of(int64_t k_block, int64_t k_tiles) const {
     return minimum(k_block_tiles, k_tiles - k_block * k_block_tiles);
   }
-
-  // Copies of rows hold a k block each or, where blocks are short, all of k.
-  int64_t copied_k_blocks() const { return rows_stay ? 1 : k_blocks; }
 
   // Whether L2 holds all weights beside what passes.
   bool weights_stay(const PackedWeight& w) const {
@@ -163,8 +132,6 @@ struct GemmPlan : RowBlocks {
   int64_t most_resident;               // bytes of weights that stay in L2 beside all else
   int64_t pass_k_blocks;               // k blocks that a row block goes through before the next has its turn
   bool panel_by_panel;                 // where weights stay in L2
-  bool rows_stay;  // tiles, few row blocks: a short k block of a row block stays in L1 while the chunk's panels pass
-  int64_t short_blocks = 1;    // then, of what would be a k block
   bool keeps_weights = false;  // tiles: a chunk's weights stay in L2, rows of A stream; else the other way round
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
@@ -227,8 +194,7 @@ struct GemmPlan : RowBlocks {
   // k blocks so long that there is one of most products. Of L2 half for the copy of A, an eighth for a chunk's weights
   // and another for the next chunk's.
   void choose_long_chunks(int64_t l2) {
-    const int64_t most_panels = rows_stay ? kPanelsOfFewRows : kOnePassPanels;
-    chunk_panels = minimum(most_panels, maximum<int64_t>(1, l2 / 8 / panel_slice_bytes()));
+    chunk_panels = minimum(kOnePassPanels, maximum<int64_t>(1, l2 / 8 / panel_slice_bytes()));
     pass_k_blocks = 1;
     const int64_t sum_bytes = k_blocks > 1 ? Block::kRows * kPanelColumns * 4 * chunk_panels : 0;
     chunk_blocks = maximum<int64_t>(1, l2 / 2 / (row_block_bytes() + sum_bytes));

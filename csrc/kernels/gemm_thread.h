@@ -19,8 +19,7 @@
 // prefetches in their loops cost more than the first row block's misses.)
 // With AMX and many row blocks it is the other way round (GemmPlan::keeps_weights): a chunk has as many panels as L2 holds,
 // its first row block fetches the next panel's weights, and rows of A stream by.
-// With AMX and few row blocks it may be neither (GemmPlan::rows_stay): of a short k block rows stay in L1 while a chunk's
-// panels, every second one of a group, pass, and all row blocks go through it before the next.
+// With AMX, long products whose weights L2 does not hold go another way: gemm_slices.h.
 // A call with one row block goes panel by panel, so that weights stream in their order in memory.
 #pragma once
 
@@ -92,15 +91,14 @@ class GemmThread {
     const int64_t chunk_panels = one_panel ? 1 : most_panels;
     pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
     strip_bytes_ = chunk_panels * kAccBytes;
-    choose_groups(panels.size(), rows.size() > 1, chunk_panels);
     // Strips of all row blocks if sums have to wait for another pass, else two in turns; two at least, because the
     // deferred epilogue reads one while the next is computed.
     const int64_t strips = maximum<int64_t>(2, pass_k_blocks_ < plan_.k_blocks ? chunk_blocks : 0);
     const Scratch acc(static_cast<size_t>(by_panels() ? 2 * kAccBytes : strips * strip_bytes_));
-    copies_ = keep_copies_ ? chunk_blocks * plan_.copied_k_blocks() : 1;
+    copies_ = keep_copies_ ? chunk_blocks * plan_.k_blocks : 1;
     // Copies that no other panels ask for: one that is multiplied, and the next. Those of all rows, far apart for the longest
     // rows that a block takes, would leave L1 and L2 (3136 x 144 x 24 on AMX took 178 us, and 47 with rows in place).
-    if (Block::kBackground && panels.size() <= chunk_panels && !plan_.rows_stay) copies_ = minimum<int64_t>(copies_, 2);
+    if (Block::kBackground && panels.size() <= chunk_panels) copies_ = minimum<int64_t>(copies_, 2);
     const Scratch a(static_cast<size_t>(copies_ * kCopyBytes<Block>));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
@@ -113,13 +111,10 @@ class GemmThread {
       rows_ = {row, minimum(row + chunk_blocks, rows.end)};
       weight_lines_ = lines_ahead<Block>(rows_.size());
       copied_ = false;
-      for (int64_t panel = panels.begin; panel < panels.end; panel += group_panels_) {
-        for (int64_t first = 0; first < panel_step_; ++first) {
-          panels_ = {panel + first, minimum(panel + group_panels_, panels.end)};
-          if (panels_.size() <= 0) continue;
-          panel_chunk();
-          copied_ = keep_copies_;
-        }
+      for (int64_t panel = panels.begin; panel < panels.end; panel += chunk_panels) {
+        panels_ = {panel, minimum(panel + chunk_panels, panels.end)};
+        panel_chunk();
+        copied_ = keep_copies_;
       }
       finish_epilogue();  // before row sums and the copy of A are overwritten
     }
@@ -150,19 +145,9 @@ class GemmThread {
     return e.positions == nullptr && bytes > l2_bytes() / 2;
   }
 
-  // Where rows stay in L1, all panels of a chunk go through the same k block, so of a group of panels those that go along k
-  // from its beginning are a chunk, and then those that go from its end.
-  void choose_groups(int64_t panels, bool several_rows, int64_t chunk_panels) {
-    panel_step_ = plan_.rows_stay && several_rows ? 2 : 1;
-    const int64_t most = chunk_panels * panel_step_;
-    group_panels_ =
-        panel_step_ == 1 ? most : round_up(ceil_div(panels, maximum<int64_t>(1, ceil_div(panels, most))), 2);
-  }
-
   int64_t most_chunk_blocks() const {
     if (!Block::kBackground || in_place_.step != 0) return plan_.chunk_blocks;
-    return minimum(plan_.chunk_blocks,
-                   maximum<int64_t>(4, kMostCopyBytes / (plan_.copied_k_blocks() * kCopyBytes<Block>)));
+    return minimum(plan_.chunk_blocks, maximum<int64_t>(4, kMostCopyBytes / (plan_.k_blocks * kCopyBytes<Block>)));
   }
 
   void panel_chunk() {
@@ -177,7 +162,7 @@ class GemmThread {
       more = advance(&next);
       if (!copied_) {
         background_.finish_copy();
-        if (more && next.kb < plan_.copied_k_blocks()) defer_copy(next);
+        if (more && next.kb < plan_.k_blocks) defer_copy(next);
       }
       // The former chunk's last sums may wait in a strip that is about to be used again.
       if (!takes_turns() && place.kb == 0 && place.rb == rows_.begin + 1) finish_epilogue();
@@ -185,7 +170,7 @@ class GemmThread {
       if (finishes_) {
         finish_panels(place);
       } else {
-        for (int64_t panel = panels_.begin; panel < panels_.end; panel += panel_step_) {
+        for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
           step(place, panel);
           if (Block::kBackground && last && !finishes_panels_) finish_sums(place.rb, {panel, panel + 1});
         }
@@ -235,7 +220,7 @@ class GemmThread {
   void defer_block_copy(Place place) {
     const int64_t rows = plan_.rows_of(place.rb);
     const int64_t k0 = place.kb * plan_.k_block_tiles * Block::kTileK;
-    const int64_t tiles = plan_.rows_stay ? w_.k_tiles : plan_.tiles_of(place.kb, w_.k_tiles);
+    const int64_t tiles = plan_.tiles_of(place.kb, w_.k_tiles);
     BlockCopier<Block, View> copier;
     copier.source = view_.rows(plan_.first_row(place.rb), k0);
     copier.to = reinterpret_cast<A*>(a_copy(place.rb, place.kb));
@@ -245,11 +230,10 @@ class GemmThread {
     copier.padded = tiles * Block::kTileK;
     copier.count = minimum(w_.k - k0, copier.padded);
     background_.defer_copy(copier, Block::kEvenRows ? rows : round_up(rows, kTileRows),
-                           chunk_size() * plan_.k_block_tiles);
+                           panels_.size() * plan_.k_block_tiles);
   }
 
   uint8_t* a_copy(int64_t rb, int64_t kb) const {
-    if (plan_.rows_stay) return a_ + (rb - rows_.begin) * kCopyBytes<Block> + kb * plan_.k_block_tiles * 64;
     const int64_t turn = kb * rows_.size() + rb - rows_.begin;
     return a_ + (copies_ > 2 ? turn : turn & (copies_ - 1)) * kCopyBytes<Block>;
   }
@@ -263,7 +247,7 @@ class GemmThread {
   bool by_panels() const { return Block::kBackground && pass_k_blocks_ == plan_.k_blocks; }
 
   uint8_t* sums(int64_t rb, int64_t panel) const {
-    return by_panels() ? acc_ + turn_ * kAccBytes : strip(rb) + (panel - panels_.begin) / panel_step_ * kAccBytes;
+    return by_panels() ? acc_ + turn_ * kAccBytes : strip(rb) + (panel - panels_.begin) * kAccBytes;
   }
 
   // Whether two strips in turns are enough. A chunk of one row block would meet its own last strip otherwise.
@@ -275,27 +259,19 @@ class GemmThread {
     background_.finish_epilogue();
   }
 
-  // The k block that a panel has come to. One that goes backwards takes the short ones of a long one backwards as well: its
-  // sums do not depend on whether rows stay.
-  int64_t k_block_of(int64_t panel, int64_t turn) const {
-    if (!plan_.rows_stay || !w_.goes_backwards(panel)) return turn;
-    const int64_t first = turn / plan_.short_blocks * plan_.short_blocks;
-    return first + minimum(first + plan_.short_blocks, plan_.k_blocks) - 1 - turn;
-  }
-
-  // What all panels of a row block's k block `kb`, whose turn it is at `place`, have in common.
-  BlockCall block_of(Place place, int64_t kb) {
+  // What all panels of a row block's k block have in common.
+  BlockCall block_of(Place place) {
     BlockCall block;
     block.kept = &kept_;
     if constexpr (View::kInPlace) {
       set_rows(place.rb, &block);
     } else if (in_place(place.rb)) {
-      block.a = rows_in_place_at(place.rb, kb);
+      block.a = rows_in_place_at(place.rb, place.kb);
       block.a_stride = in_place_.step;
     } else {
-      block.a = a_copy(place.rb, kb);
+      block.a = a_copy(place.rb, place.kb);
     }
-    block.k_tiles = plan_.tiles_of(kb, w_.k_tiles);
+    block.k_tiles = plan_.tiles_of(place.kb, w_.k_tiles);
     block.accumulate = place.kb > 0;
     if (Block::kFinishes && place.kb + 1 == plan_.k_blocks) {
       block.last_rows = ceil_div(w_.k - (w_.k_tiles - 1) * Block::kTileK, Block::kTileK / kTileRows);
@@ -309,7 +285,7 @@ class GemmThread {
     if (fetches_ahead_) {
       prefetch_weights(place, panel, block);
       if constexpr (!View::kInPlace) {
-        if (!copied_ && in_place_.step == 0 && place.kb < plan_.copied_k_blocks()) prefetch_a(place, panel);
+        if (!copied_ && in_place_.step == 0 && place.kb < plan_.k_blocks) prefetch_a(place, panel);
       }
     }
     if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
@@ -324,9 +300,8 @@ class GemmThread {
 
   // A row block's products with one panel.
   void step(Place place, int64_t panel) {
-    const int64_t kb = k_block_of(panel, place.kb);
-    BlockCall block = block_of(place, kb);
-    block.b = weights(panel, kb);
+    BlockCall block = block_of(place);
+    block.b = weights(panel, place.kb);
     block.acc = sums(place.rb, panel);
     block.backwards = w_.goes_backwards(panel);
     find_prefetches(place, panel, &block);
@@ -345,7 +320,7 @@ class GemmThread {
   // common takes as long as the products of a convolution of 16 channels.
   void finish_panels(Place place) {
     if constexpr (Block::kFinishes) {
-      BlockCall block = block_of(place, place.kb);
+      BlockCall block = block_of(place);
       block.b = weights(panels_.begin, place.kb);
       auto* acc = sums(place.rb, panels_.begin);
       const int64_t rows = plan_.rows_of(place.rb), row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
@@ -380,7 +355,7 @@ class GemmThread {
   }
 
   NextPanel next_panel(int64_t rb, int64_t panel) const {
-    if (panel + panel_step_ < panels_.end) return panel_output_.next(0, panel_step_, fetches_output_);
+    if (panel + 1 < panels_.end) return panel_output_.next(0, 1, fetches_output_);
     if (rb + 1 >= rows_.end) return {};
     const int64_t rows = plan_.first_row(rb + 1) - plan_.first_row(rb);
     return panel_output_.next(rows, panels_.begin - panel, fetches_output_);
@@ -429,11 +404,11 @@ class GemmThread {
     if (Block::kBackground && plan_.keeps_weights && rows_.size() > 1) return prefetch_next_panel(place, panel, block);
     const bool one_block = rows_.size() == 1 && panels_.size() == 1;
     const bool k_by_k = pass_k_blocks_ < plan_.k_blocks || one_block;
-    int64_t next_panel = panel, turn = place.kb;
-    if (k_by_k) turn = turn + 1 < plan_.k_blocks ? turn + 1 : 0;
-    if (!k_by_k || turn == 0) next_panel += panel_step_ == 1 ? panels_.size() : to_next_chunk();
+    int64_t next_panel = panel, kb = place.kb;
+    if (k_by_k) kb = kb + 1 < plan_.k_blocks ? kb + 1 : 0;
+    if (!k_by_k || kb == 0) next_panel += panels_.size();
     if (next_panel >= weights_end_) return;
-    const uint8_t* from = weights(next_panel, k_block_of(next_panel, turn));
+    const uint8_t* from = weights(next_panel, kb);
     const int64_t lines = weight_lines_;
     const int64_t offset = (place.rb - rows_.begin) * lines * 64 * block->k_tiles;
     if (offset >= slice) return;
@@ -444,12 +419,6 @@ class GemmThread {
       background_.prefetches.add({from + offset, lines * 64, 64, lines});
     }
   }
-
-  // Panels of the chunk.
-  int64_t chunk_size() const { return ceil_div(panels_.size(), panel_step_); }
-
-  // Where panels go two ways: from a panel to the one that has its place in the next chunk.
-  int64_t to_next_chunk() const { return (panels_.begin - part_.begin) % 2 == 0 ? 1 : group_panels_ - 1; }
 
   // Where a chunk's weights stay: what its first row block reads next.
   void prefetch_next_panel(Place place, int64_t panel, BlockCall* block) const {
@@ -500,8 +469,7 @@ class GemmThread {
   int64_t first_row_block_ = 0, pass_k_blocks_ = 1;
   Range part_{};  // all panels
   int64_t weights_end_ = 0;
-  Range rows_{}, panels_{};                    // the chunk
-  int64_t panel_step_ = 1, group_panels_ = 1;  // from a chunk's panel to its next; those of as many chunks
+  Range rows_{}, panels_{};  // the chunk
   bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
   bool copied_ = false;  // the chunk's copy of A is complete
   int64_t copies_ = 1;   // of blocks of A: all, or one or two in turns

@@ -14,7 +14,7 @@ inline constexpr int64_t kMostCopyBytes = 20 << 20;
 // Of tiles whose rows meet in few sets of L1.
 template <class Block>
 bool copy_pays(const PackedWeight& w, const GemmPlan<Block>& plan) {
-  const bool fits = plan.chunk_blocks * plan.copied_k_blocks() * kCopyBytes<Block> <= kMostCopyBytes;
+  const bool fits = plan.chunk_blocks * plan.k_blocks * kCopyBytes<Block> <= kMostCopyBytes;
   return fits && w.panels / plan.grid_panels >= kPanelsWorthACopy;
 }
 

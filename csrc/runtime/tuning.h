@@ -10,8 +10,7 @@ namespace xopt {
 // Row blocks of a chunk, of what the heuristics would take; of an item of attention; outputs of a strip of a depthwise
 // convolution.
 enum class TunedRows : int8_t { automatic, half, twice };
-// A thread's weights in L2 while its rows pass; with tiles, where rows are few, `never`: a block's rows in L1 while its
-// weights pass.
+// A thread's weights in L2 while its rows pass; with tiles `never`: k goes by slices, of which a panel's weights stay in L1.
 enum class TunedStay : int8_t { automatic, never, always };
 enum class TunedPath : int8_t { automatic, patches, raster };  // how a convolution reads its image
 

@@ -72,6 +72,9 @@ struct BlockCall {
   // between their products.
   const uint8_t* ahead = nullptr;
   int64_t ahead_lines = 0;
+  // Where a panel's weights stay in L1 (SliceBlock): the next block's sums, as many lines for each step.
+  const uint8_t* sums_ahead = nullptr;
+  int64_t sums_lines = 0;
   // Tiles only: sums may stay in tiles, and those of the block before, which may be there, are stored before step() is
   // called. Without, they are in `acc` when the block returns.
   KeptSums* kept = nullptr;

@@ -71,8 +71,10 @@ struct TileBlock {
   static int64_t first_step(const BlockCall& call) { return call.backwards ? call.k_tiles - 1 : 0; }
   static int64_t direction(const BlockCall& call) { return call.backwards ? -1 : 1; }
 
-  // Where tiles of A and of weights are, step by step, and what is fetched meanwhile.
+  // Where tiles of A and of weights are, step by step, and what is fetched meanwhile. Which of the two come with the hint not
+  // to keep them in L1: weights, unless they stay.
   struct Adjacent {
+    static constexpr bool kWeightsStay = false;
     const uint8_t *rows, *b, *ahead;
     const int64_t advance, b_advance, ahead_lines;
     explicit Adjacent(const BlockCall& call)
@@ -99,8 +101,21 @@ struct TileBlock {
     const int64_t stride;
     explicit InRows(const BlockCall& call) : Adjacent(call), stride(call.a_stride) {}
   };
+  // Of rows that pass weights that stay in L1, with the sums of the block after this one.
+  template <class Rows>
+  struct Passing : Rows {
+    static constexpr bool kWeightsStay = true;
+    const uint8_t* sums;
+    const int64_t sums_lines;
+    explicit Passing(const BlockCall& call) : Rows(call), sums(call.sums_ahead), sums_lines(call.sums_lines) {}
+    XOPT_INLINE void fetch_ahead() {
+      Rows::fetch_ahead();
+      for (int64_t i = 0; i < sums_lines; ++i, sums += 64) fetch_for_writing(sums);
+    }
+  };
   // Of a step what is fetched lies at one distance from its weights.
   struct InPlaces {
+    static constexpr bool kWeightsStay = false;
     const int64_t stride, advance, b_advance, ahead_lines, ahead_distance, steps_of_place, to_next_place;
     const uint8_t* const base;
     const int64_t* place;
@@ -144,6 +159,15 @@ struct TileBlock {
       run_on<InRows>(rows, call, between);
     } else {
       run_on<Copied>(rows, call, between);
+    }
+  }
+  // Of a call with `sums_ahead`, and at least one step.
+  template <class Between>
+  static void run_passing(int64_t rows, const BlockCall& call, Between& between) {
+    if (call.a_stride != 0) {
+      run_on<Passing<InRows>>(rows, call, between);
+    } else {
+      run_on<Passing<Copied>>(rows, call, between);
     }
   }
   // Of a call with `places`, and at least one step.
@@ -208,6 +232,23 @@ struct TileBlock {
     }
   }
 
+#define XOPT_LOAD_ROWS(T, FROM)            \
+  do {                                     \
+    if constexpr (Rows::kWeightsStay) {    \
+      XOPT_TILE_STREAM(T, FROM, a.stride); \
+    } else {                               \
+      XOPT_TILE_LOAD(T, FROM, a.stride);   \
+    }                                      \
+  } while (false)
+#define XOPT_LOAD_WEIGHTS(T, FROM)      \
+  do {                                  \
+    if constexpr (Rows::kWeightsStay) { \
+      XOPT_TILE_LOAD(T, FROM, 64);      \
+    } else {                            \
+      XOPT_TILE_STREAM(T, FROM, 64);    \
+    }                                   \
+  } while (false)
+
   template <class Rows, class Between>
   static void two_row_tiles(const BlockCall& call, Between& between) {
     Rows a(call);  // not an argument, which would stay in memory
@@ -218,11 +259,11 @@ struct TileBlock {
     const auto most_of_step = [&](auto first) __attribute__((always_inline)) {
       if constexpr (first) XOPT_BEGIN_SUMS(0, 0);
       XOPT_DOT(0, 4, 6);
-      XOPT_TILE_STREAM(7, a.b + kTileBytes, 64);
+      XOPT_LOAD_WEIGHTS(7, a.b + kTileBytes);
       if constexpr (first) XOPT_BEGIN_SUMS(1, kRight);
       XOPT_DOT(1, 4, 7);
       XOPT_TILE_ZERO(4);
-      XOPT_TILE_LOAD(5, a.rows + kTileRows * a.stride, a.stride);
+      XOPT_LOAD_ROWS(5, a.rows + kTileRows * a.stride);
       if constexpr (first) XOPT_BEGIN_SUMS(2, kBelow);
       XOPT_DOT(2, 5, 6);
       XOPT_TILE_ZERO(6);
@@ -236,14 +277,14 @@ struct TileBlock {
     };
     const auto next_step = [&]() __attribute__((always_inline)) {
       a.next();
-      XOPT_TILE_STREAM(6, a.b, 64);
+      XOPT_LOAD_WEIGHTS(6, a.b);
       end_of_step();
-      XOPT_TILE_LOAD(4, a.rows, a.stride);
+      XOPT_LOAD_ROWS(4, a.rows);
       a.fetch_ahead();
       between.step();
     };
-    XOPT_TILE_LOAD(4, a.rows, a.stride);
-    XOPT_TILE_STREAM(6, a.b, 64);
+    XOPT_LOAD_ROWS(4, a.rows);
+    XOPT_LOAD_WEIGHTS(6, a.b);
     most_of_step(std::true_type{});
     a.fetch_ahead();
     for (int64_t t = 1; t < call.k_tiles; ++t) {
@@ -265,9 +306,9 @@ struct TileBlock {
     XOPT_BEGIN_SUMS(1, kRight);
     for (int64_t t = 0; t < call.k_tiles; ++t) {
       if (t > 0) a.next();
-      XOPT_TILE_LOAD(4, a.rows, a.stride);
-      XOPT_TILE_STREAM(6, a.b, 64);
-      XOPT_TILE_STREAM(7, a.b + kTileBytes, 64);
+      XOPT_LOAD_ROWS(4, a.rows);
+      XOPT_LOAD_WEIGHTS(6, a.b);
+      XOPT_LOAD_WEIGHTS(7, a.b + kTileBytes);
       XOPT_DOT(0, 4, 6);
       XOPT_TILE_ZERO(6);
       XOPT_DOT(1, 4, 7);
@@ -279,8 +320,21 @@ struct TileBlock {
     }
     end_sums<false>(call);
   }
+#undef XOPT_LOAD_WEIGHTS
+#undef XOPT_LOAD_ROWS
 #undef XOPT_BEGIN_SUMS
 #undef XOPT_DOT
+};
+
+// Of a slice along k, whose weights of a panel stay in L1 while rows pass: it holds 32 KB of them beside these and their
+// sums.
+constexpr int64_t kSliceTiles = 16;
+template <class Kind>
+struct SliceBlock : TileBlock<Kind, kSliceTiles> {
+  template <class Between>
+  static void run(int64_t rows, const BlockCall& call, Between& between) {
+    TileBlock<Kind, kSliceTiles>::run_passing(rows, call, between);
+  }
 };
 
 // A product's k goes through in one block where it can: sums that wait in memory for the next one cost more than
