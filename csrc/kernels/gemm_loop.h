@@ -96,9 +96,8 @@ void gemm_with(const GemmCall& call) {
 template <class Kind>
 void gemm_with_tiles(const GemmCall& call) {
   using Slices = SliceBlock<Kind>;
-  if (call.m > 0 && call.weight.k_tiles > 0 && slices_pay(call, Slices::kRows)) {
-    return SliceLoop<Slices, Merged>(call, Merged(call.a)).run(select_epilogue<Slices>);
-  }
+  const Merged rows(call.a);
+  if (slices_pay<Slices>(call, rows)) return SliceLoop<Slices, Merged>(call, rows).run(select_epilogue<Slices>);
   if (call.weight.k_tiles <= kShortTiles) return gemm_with<TileBlock<Kind, kShortTiles>>(call);
   gemm_with<TileBlock<Kind, kLongTiles>>(call);
 }

@@ -12,13 +12,18 @@
 namespace xopt::XOPT_ISA {
 
 // Where L2 could hold all weights, it had better. Else slices gain the more the longer k is: sums come in for each of them,
-// and weights once for every kRowBlocksOfChunk row blocks, as many row blocks may be had for less (csrc/README.md).
-inline bool slices_pay(const GemmCall& call, int64_t block_rows) {
-  constexpr int64_t kFewBlocks = 8, kSomeBlocks = 16;
+// and weights once for every chunk of row blocks, of which long blocks of k have more. To copy rows that need not be copied
+// otherwise takes as long as five of their products, so many should share it (csrc/README.md).
+template <class Block>
+bool slices_pay(const GemmCall& call, const Merged& view) {
+  constexpr int64_t kFewBlocks = 8, kSomeBlocks = 16, kStepsOfCopy = 4096;
   const PackedWeight& w = call.weight;
+  if (call.m == 0 || w.k_tiles == 0) return false;
   if (call.tuning.weights_stay != TunedStay::automatic) return call.tuning.weights_stay == TunedStay::never;
-  const int64_t blocks = ceil_div(call.m, block_rows);
+  const int64_t blocks = ceil_div(call.m, Block::kRows);
   if (blocks < 2 || w.panels * w.panel_bytes <= l2_bytes() / 2) return false;
+  const bool copies = rows_begin_in_one_set(tiles_in_place<Block>(view, w, call.m));
+  if (copies && w.panels * w.k_tiles < kStepsOfCopy) return false;
   if (blocks <= kFewBlocks) return w.k_tiles >= 24;
   return w.k_tiles >= (blocks <= kSomeBlocks ? 32 : 64);
 }
