@@ -70,6 +70,15 @@ class Sequence:
         )
         self.last = Result(len(self.calls.results) - 1)
 
+    def pool(self) -> None:
+        kernel = self.draw.choice((2, 3))
+        window = {"kernel_size": [kernel] * 2, "stride": [self.draw.choice((1, 2, 3))] * 2}
+        window |= {"padding": [self.draw.choice((0, 1)) for _ in range(2)]}
+        named: dict[str, Any] = {"ceil_mode": self.draw.random() < 0.5, "count_include_pad": True, "divisor": 0}
+        kind = self.draw.choice(("max", "max", "max", "average"))
+        self.calls.call("pool", input=self.last, kind=kind, **window, dilation=[1, 1], **named)
+        self.last = Result(len(self.calls.results) - 1)
+
 
 def inverted_residuals(seed: int, values: int = 0) -> Sequence:
     draw = random.Random(seed + 1000)
@@ -79,8 +88,12 @@ def inverted_residuals(seed: int, values: int = 0) -> Sequence:
         sequence.add(channels)
     else:
         sequence.add(channels, kernel=3, stride=draw.choice((1, 2)))
-    sequence.add(channels, kernel=draw.choice((2, 3, 5)), depthwise=True, stride=draw.choice((1, 1, 2, 3)))
-    if draw.random() < 0.7:
+    pools = draw.random() < 0.4
+    if pools:
+        sequence.pool()
+    else:
+        sequence.add(channels, kernel=draw.choice((2, 3, 5)), depthwise=True, stride=draw.choice((1, 1, 2, 3)))
+    if draw.random() < (0.4 if pools else 0.7):
         sequence.add(24)
     if draw.random() < 0.3:
         sequence.add(channels)
@@ -99,6 +112,26 @@ def test_bands_give_what_single_convolutions_do(seed: int, torch_threads: None) 
         (result,) = ops.chain(*calls.arguments([last]))
         assert result.stride() == calls.results[last].stride()
         assert torch.equal(result, calls.results[last])
+
+
+@pytest.mark.sanitize
+@pytest.mark.skipif(L2_BYTES < 1 << 19, reason="not even some lines stay in L2")
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pooling_of_what_leaves_l2_is_done_in_bands(images: int, dtype: torch.dtype) -> None:
+    """Like the stem of a ResNet."""
+    torch.manual_seed(0)
+    height = max(48, 4 * torch.get_num_threads() * L2_BYTES // (64 * 64 * dtype.itemsize))
+    calls = Calls(image(images, 3, height, 128, dtype=dtype))
+    weight, bias = torch.randn(64, 3, 7, 7).to(dtype) / 12, torch.randn(64)
+    calls.add(Given(0), weight, stride=[2, 2], padding=[3, 3, 3, 3], bias=bias, activation="relu", out_dtype=dtype)
+    window: dict[str, Any] = {"kernel_size": [3, 3], "stride": [2, 2], "padding": [1, 1], "dilation": [1, 1]}
+    calls.call("pool", input=Result(0), kind="max", **window, ceil_mode=False, count_include_pad=True, divisor=0)
+    for _ in range(3):
+        before = kernel_calls("pool")
+        (result,) = ops.chain(*calls.arguments([1]))
+        assert kernel_calls("pool") - before > 2 * images
+        assert torch.equal(result, calls.results[1])
 
 
 def large_residual(images: int = 1) -> tuple[Calls, int]:

@@ -18,6 +18,7 @@ from tests.cases import DTYPES
 from tests.conv_cases import LAYOUTS, image, joined, last, numbers
 from tests.families import Family
 from tests.pool_checks import check_in_recorded_forward, check_module, expect_pooled
+from xopt.ops.fakes import FLOATING
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt
@@ -104,13 +105,27 @@ def test_cases(case_batch: list[PoolCase]) -> None:
 
 
 @pytest.mark.sanitize
-def test_nan_is_the_maximum_wherever_it_is() -> None:
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nan_is_the_maximum_wherever_it_is(dtype: torch.dtype, sign: float) -> None:
     for place in range(9):
-        x = torch.full((1, 40, 3, 3), float("-inf"))
-        x.view(1, 40, 9)[..., place] = float("nan")
+        x = torch.full((1, 40, 3, 3), float("-inf"), dtype=dtype)
+        x.view(1, 40, 9)[..., place] = torch.tensor(float("nan")).copysign(torch.tensor(sign))
         x.view(1, 40, 9)[..., (place + 1) % 9] = float("inf")
         got = ops.pool(last(x), "max", kernel_size=[3, 3], stride=[1, 1], padding=[0, 0], dilation=[1, 1])
         assert bool(got.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_the_maximum_of_infinities_zeros_and_the_smallest_numbers(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    least = limits.smallest_normal
+    values = [-torch.inf, limits.min, -1.0, -least, 0.0, least, 1.0, limits.max, torch.inf]
+    for count in range(1, len(values) + 1):
+        x = torch.tensor([values[:count]], dtype=dtype).expand(33, -1)[None]
+        for line in (x, x.flip(-1)):
+            got = ops.pool(last(line), "max", kernel_size=[count], stride=[1], padding=[0], dilation=[1])
+            assert bool((got == values[count - 1]).all())
 
 
 def call(x: Tensor, kind: str = "max", **options: Any) -> Tensor:

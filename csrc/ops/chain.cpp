@@ -59,8 +59,8 @@ class Run {
   // This call, and those that are run together with it; returns what comes next.
   size_t run_from(size_t i) {
     const PreparedCall& call = prepared_.calls[i];
-    const bool may_band = on_cpu_ && call.run_length > 1 && call.name == "conv";
-    return may_band ? run_convs(i, std::min(i + call.run_length, i + PlannedConvs::kMost)) : run_part(i, i + 1);
+    return on_cpu_ && call.run_length > 1 ? run_convs(i, std::min(i + call.run_length, i + PlannedConvs::kMost))
+                                          : run_part(i, i + 1);
   }
 
   void run_call(size_t i) {
@@ -68,7 +68,7 @@ class Run {
     prepared_.calls[i].run(Stack(&arguments), &results_[i * kMostResults]);
   }
 
-  // Convolutions of which each reads the one before's result: those up to `end`, or to where planning them ends.
+  // Convolutions, and pooling among them, of which each reads the one before's result: those up to `end`, or to where planning them ends.
   // Returns what comes next. How many were best done together is noted for the next call with such an input.
   size_t run_convs(size_t begin, size_t end) {
     const uint64_t input = input_key(begin), note = prepared_.notes[begin].load(std::memory_order_relaxed);

@@ -37,7 +37,7 @@ int64_t output_bytes(const ReadyConv& conv) { return conv.call.images * conv.cal
 int64_t line_products(const ReadyConv& conv) {
   const ConvCall& call = conv.call;
   const PatchesView& v = call.input;
-  const int64_t channels = conv.depthwise ? 1 : v.channels;
+  const int64_t channels = conv.depthwise || conv.is_max_pool ? 1 : v.channels;
   return line_positions(v) * call.products * call.product_columns * channels * v.kernel[1] * v.kernel[2];
 }
 
@@ -57,7 +57,7 @@ bool has_lines(const ReadyConv& conv) {
   // Short lines could be products of a few rows.
   const bool rows_in_order =
       !conv.is_product || (v.in[2] >= kLeastRowsOfMany && conv.rows.inner_rows == conv.call.images * v.in[1] * v.in[2]);
-  return is_flat && meets_input && rows_in_order && conv.call.weight.k_tiles > 0;
+  return is_flat && meets_input && rows_in_order && (conv.call.weight.k_tiles > 0 || conv.is_max_pool);
 }
 
 // How images are cut into bands of the last convolution's output lines.

@@ -1,6 +1,7 @@
 // See conv_call.h.
 #include "ops/conv_call.h"
 
+#include "kernels/pool.h"
 #include "ops/conv_bands.h"
 #include "ops/images.h"
 #include "ops/tuned.h"
@@ -17,6 +18,7 @@ Kernel<ConvFn> conv_u8s8("conv", "u8s8");
 Kernel<ConvFn> conv_depthwise_f32("conv_depthwise", "f32");
 Kernel<ConvFn> conv_depthwise_s8s8("conv_depthwise", "s8s8");
 Kernel<ConvFn> conv_depthwise_u8s8("conv_depthwise", "u8s8");
+Kernel<PoolFn> pool_f32("pool", "f32");
 
 // Images and spatial dimensions as the rows of a matrix.
 bool collapse_positions(const Tensor& tensor, RowsView* view) {
@@ -148,6 +150,14 @@ void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layou
 
 void run_ready(const ReadyConv& conv) {
   const ConvCall& call = conv.call;
+  if (conv.is_max_pool) {
+    PoolCall pool{};
+    pool.kind = Pool::max;
+    pool.input = call.input;
+    pool.images = call.images;
+    pool.out = call.epilogue.out;
+    return pool_f32(pool);
+  }
   if (conv.is_product) {
     return run_gemm({call.images * output_positions(call.input), conv.rows, call.weight, call.epilogue});
   }

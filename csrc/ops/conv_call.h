@@ -45,11 +45,13 @@ Tensor conv_output(const char* op, Tensor* bias, FusedArguments* fused, const in
 Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArguments* fused, const ConvLayout& layout,
                        ConvCall* call);
 
-// A call and the kernel that it is for: where it collapses to a product, that of these rows.
+// A call and the kernel that it is for: where it collapses to a product, that of these rows. Max pooling is a call without
+// weights: where it follows a convolution, both may be done in bands (conv_bands.h).
 struct ReadyConv {
   ConvCall call;
   bool depthwise = false, is_product = false;
   RowsView rows{};
+  bool is_max_pool = false;
 };
 void run_ready(const ReadyConv& conv);
 

@@ -114,11 +114,13 @@ void Recordings::add(std::shared_ptr<const Recording> recording) {
 bool Recording::fits(const Tensors& tensors) const {
   for (const RecordedPart& part : parts) {
     for (const RecordedConv& recorded : part.convs) {
+      if (recorded.conv.is_max_pool) continue;
       __builtin_prefetch(tensors[static_cast<int64_t>(recorded.packed.place)].data());
     }
   }
   for (const RecordedPart& part : parts) {
     for (const RecordedConv& recorded : part.convs) {
+      if (recorded.conv.is_max_pool) continue;
       const void* packed = tensors[static_cast<int64_t>(recorded.packed.place)].data();
       if (reinterpret_cast<uintptr_t>(packed) % kAlignment != 0) return false;
       if (std::memcmp(packed, &recorded.header, sizeof(recorded.header)) != 0) return false;
@@ -151,11 +153,13 @@ void ConvRecorder::add(size_t begin, const std::vector<ReadyConv>& convs, const 
 
 bool ConvRecorder::note(size_t call, const ReadyConv& conv, bool reads_given, const ChainValues& values) {
   const PreparedCall& prepared = prepared_.calls[call];
-  const PreparedArgument& packed = prepared.arguments[kPacked];
-  if (packed.kind != PreparedArgument::Kind::tensor) return false;
   RecordedConv recorded{conv, {}, {}, {}, {}, {}, {}, {}};
-  recorded.packed = {Where::In::tensor, static_cast<size_t>(packed.integer), 0};
-  std::memcpy(&recorded.header, address(recorded.packed, values, nullptr), sizeof(recorded.header));
+  if (!conv.is_max_pool) {
+    const PreparedArgument& packed = prepared.arguments[kPacked];
+    if (packed.kind != PreparedArgument::Kind::tensor) return false;
+    recorded.packed = {Where::In::tensor, static_cast<size_t>(packed.integer), 0};
+    std::memcpy(&recorded.header, address(recorded.packed, values, nullptr), sizeof(recorded.header));
+  }
   const auto found = [&](size_t argument, const void* data, Where* where) {
     return find(prepared, argument, data, values, where);
   };
@@ -220,7 +224,7 @@ ReadyConv ready(const RecordedConv& recorded, const ChainValues& values, const u
   const auto at = [&](const Where& where, const void* otherwise) {
     return where.in == Where::In::nowhere ? otherwise : address(where, values, block);
   };
-  conv.call.weight = PackedWeight(recorded.header, address(recorded.packed, values, block));
+  if (!conv.is_max_pool) conv.call.weight = PackedWeight(recorded.header, address(recorded.packed, values, block));
   conv.call.input.data = conv.rows.data = at(recorded.input, conv.call.input.data);
   Epilogue& e = conv.call.epilogue;
   e.scale.data = at(recorded.scale, nullptr);

@@ -2,6 +2,7 @@
 // memory. The latter's windows are as many as the caller wants.
 #include "kernels/pool.h"
 
+#include "ops/conv_bands.h"
 #include "ops/images.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
@@ -97,6 +98,19 @@ DType check_input(const Checked& input) {
   return dtype;
 }
 
+// As a call without weights, for bands.
+ReadyConv as_conv(const PoolCall& pool) {
+  PackedHeader header;
+  packed_header_init(&header, DType::f32, 0, 0, false, false);
+  Epilogue epilogue;
+  epilogue.out = pool.out;
+  epilogue.out_dtype = pool.input.dtype;
+  epilogue.out_row_stride = pool.input.channels;
+  ReadyConv conv{{pool.input, pool.images, 1, pool.input.channels, PackedWeight(header, nullptr), epilogue}};
+  conv.is_max_pool = true;
+  return conv;
+}
+
 // The output of a call whose output positions are known.
 Tensor pooled(Tensor* input, DType dtype, PoolCall* call) {
   int64_t sizes[5] = {call->images, call->input.channels};
@@ -105,7 +119,12 @@ Tensor pooled(Tensor* input, DType dtype, PoolCall* call) {
   call->out = out.mutable_data();
   if (out.numel() > 0) {
     set_input(input, &call->input);
-    pool_kernel(*call);
+    if (PlannedConvs* planned = PlannedConvs::current()) {
+      planned->add(as_conv(*call));  // plans nothing but max pooling (may_band in prepared.cpp)
+      planned->keep(std::move(*input));
+    } else {
+      pool_kernel(*call);
+    }
   }
   return out;
 }

@@ -224,9 +224,16 @@ bool takes_first(const PreparedCall& call, size_t result) {
   return first.kind == PreparedArgument::Kind::result && static_cast<size_t>(first.integer) == result && uses == 1;
 }
 
+// Convolutions, and pooling that is like one (conv_bands.h).
+bool may_band(const PreparedCall& call) {
+  constexpr size_t kKind = 1;  // in pool's schema
+  const bool is_max_pool = call.name == "pool" && call.arguments.size() > kKind && call.arguments[kKind].word == "max";
+  return call.name == "conv" || is_max_pool;
+}
+
 bool goes_on(const PreparedCall& before, size_t result, const PreparedCall& call) {
   const bool is_last = std::find(call.unused_after.begin(), call.unused_after.end(), result) != call.unused_after.end();
-  return call.name == before.name && is_last && takes_first(call, result);
+  return may_band(before) && may_band(call) && is_last && takes_first(call, result);
 }
 
 void find_runs(PreparedCalls* prepared) {

@@ -59,7 +59,7 @@ struct PreparedCall {
   Reads reads = Reads::any;
   std::vector<PreparedArgument> arguments;
   std::vector<size_t> unused_after;  // the results, by their places, that neither a later call nor the caller reads
-  // How many calls of the same operator begin with this one of which each has the one before's result for its first
+  // How many calls that may be done in bands begin with this one, of which each has the one before's result for its first
   // argument, and nothing else reads that.
   size_t run_length = 1;
   // Whether its first result is read by nothing but operators that read rows.
