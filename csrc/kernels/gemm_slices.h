@@ -33,7 +33,8 @@ class GemmSlices {
   using Output = PanelOutput<typename Block::Acc>;
 
  public:
-  // `plan`: of a group of rows, which begin at `first_row`, and so do those of epilogue.out.
+  // `plan`: of a group of rows, which begins at the product's row `first_row`. `out_row_offset`: the row that row 0 of
+  // epilogue.out is.
   GemmSlices(const GemmCall& call, const SliceRows<Block, View>& a, const GemmPlan<Block>& plan, EpilogueFn* epilogue,
              int64_t first_row, int64_t out_row_offset)
       : call_(call),
