@@ -78,7 +78,7 @@ def test_a_part_of_the_columns_that_begins_with_any_panel(rows: int) -> None:
         expect_equal(f"{count} columns from {first} on", part, whole[:, first : first + count].contiguous())
 
 
-@pytest.mark.parametrize("rows", [128, 130, 520])
+@pytest.mark.parametrize("rows", [17, 32, 128, 130, 520])
 @pytest.mark.parametrize("depth", [4096, 4160, 4224, 5600, 5632], ids="k of {}".format)
 @pytest.mark.parametrize("gap", [0, 32], ids=["close together", "with gaps"])
 def test_long_rows(rows: int, depth: int, gap: int) -> None:

@@ -52,7 +52,8 @@ class GemmSlices {
     weights_end_ = weights_end;
     const int64_t most_rows = maximum<int64_t>(1, l2_bytes() / 4 / (Block::kRows * Block::kMaxTiles * 64));
     const int64_t chunk = even_share(rows.size(), most_rows);
-    const int64_t strip = even_share(panels.size(), rows.size() < kFewRowBlocks ? kPanelsOfFewRows : kMostPanels);
+    const bool few = rows.size() > 1 && rows.size() < kFewRowBlocks;  // of one, rows of a slice stay in L1 as well
+    const int64_t strip = even_share(panels.size(), few ? kPanelsOfFewRows : kMostPanels);
     const Scratch acc(static_cast<size_t>(chunk * strip * kAccBytes));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
     if (finishes_panels_) output_.begin(panels, columns.as<uint8_t>());
