@@ -21,6 +21,11 @@ XOPT_INLINE Range share(int64_t total, int64_t parts, int64_t part) {
   return {total * part / parts, total * (part + 1) / parts};
 }
 
+// Of `count`, equal parts of at most so many; 1 at least.
+XOPT_INLINE int64_t even_share(int64_t count, int64_t most) {
+  return maximum<int64_t>(1, ceil_div(count, maximum<int64_t>(1, ceil_div(count, most))));
+}
+
 inline constexpr int64_t kSetsOfL1 = 64;  // of 32 KB with 8 ways, of 48 KB with 12
 
 // Of all sets of L1, the most lines that meet in one, of rows of so many bytes that begin `step` bytes apart.
@@ -103,7 +108,8 @@ struct GemmPlan : RowBlocks {
       : GemmPlan(call, RowBlocks(call.m, most_rows(call), Block::kEvenRows), rows) {}
   GemmPlan(const GemmCall& call, const RowBlocks& blocks, Rows rows) : RowBlocks(blocks) {
     const PackedWeight& w = call.weight;
-    k_block_tiles = even_k_block(w.k_tiles, most_k_block_tiles(w.k_tiles));
+    // Equal ones: a short last one would pay for loading and storing the partial sums like a whole one.
+    k_block_tiles = even_share(w.k_tiles, most_k_block_tiles(w.k_tiles));
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
     const int64_t step = step_of_rows<Block>(call);
     reads_in_place = rows == Rows::in_place_of_view || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));
@@ -136,18 +142,13 @@ struct GemmPlan : RowBlocks {
   int64_t max_threads, grid_rows = 1, grid_panels = 1;
 
  private:
-  // Equal k blocks: a short last one would pay for loading and storing the partial sums like a whole one.
-  static int64_t even_k_block(int64_t k_tiles, int64_t most) {
-    return maximum<int64_t>(1, ceil_div(k_tiles, maximum<int64_t>(1, ceil_div(k_tiles, most))));
-  }
-
   // Rows that meet in few sets of L1 are copied or, where few panels would share a copy, read where they are by blocks of
   // as few rows as a set holds (fp32 on Zen 5: 196 x 256 x 1024 1.06 times as fast, 1024 x 4096 x 1024 0.98).
   static int64_t most_rows(const GemmCall& call) {
     constexpr int64_t kEnoughRows = 10;
     const int64_t step = step_of_rows<Block>(call), few = ways_of_rows();
     if (step == 0 || call.m <= Block::kRows || call.weight.panels >= kPanelsWorthACopy) return Block::kRows;
-    const int64_t bytes = bytes_of_rows(even_k_block(call.weight.k_tiles, Block::kMaxTiles));
+    const int64_t bytes = bytes_of_rows(even_share(call.weight.k_tiles, Block::kMaxTiles));
     const bool meet = few >= kEnoughRows && few < Block::kRows && !stay_in_l1(Block::kRows, bytes, step);
     return meet ? few : Block::kRows;
   }

@@ -69,11 +69,6 @@ class GemmSlices {
   }
 
  private:
-  // Equal parts of at most so many.
-  static int64_t even_share(int64_t count, int64_t most) {
-    return ceil_div(count, maximum<int64_t>(1, ceil_div(count, most)));
-  }
-
   void compute_strip() {
     finish();
     for (int64_t slice = 0; slice < plan_.k_blocks; ++slice) {
@@ -138,10 +133,9 @@ class GemmSlices {
       }
     }
     if (panel >= weights_end_) return;
-    constexpr int64_t kLines = 2 * kTileBytes / 64, kLeast = kLines / 4;
-    const int64_t lines = maximum(kLeast, ceil_div(kLines, rows_.size())), done = (rb - rows_.begin) * lines;
-    if (done >= kLines) return;
-    block->ahead = weights(panel, slice) + done * 64 * block->k_tiles;
+    const int64_t lines = lines_ahead<Block>(rows_.size()), done = (rb - rows_.begin) * lines * 64;
+    if (done >= 2 * kTileBytes) return;
+    block->ahead = weights(panel, slice) + done * block->k_tiles;
     block->ahead_lines = lines;
   }
 

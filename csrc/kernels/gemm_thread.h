@@ -37,16 +37,6 @@
 
 namespace xopt::XOPT_ISA {
 
-// Lines of the next weights that a step fetches, of the two tiles which each of a chunk's row blocks has a share of. For
-// tiles never few: a step that fetches costs 20 cycles more, one line or eight (measured), so some row blocks fetch
-// and the others do not.
-template <class Block>
-XOPT_INLINE int64_t lines_ahead(int64_t row_blocks) {
-  constexpr int64_t kLines = 2 * kTileBytes / 64;
-  const int64_t share = ceil_div(kLines, row_blocks);
-  return Block::kBackground ? maximum<int64_t>(kLines / 4, share) : share;
-}
-
 // A thread's part of a call. The rows of A are those of `view`, whatever call.a says.
 template <class Block, class View = Merged>
 class GemmThread {

@@ -59,7 +59,7 @@ class SliceLoop {
     const GemmPlan<Block> plan(call_);
     int64_t most = kMostCopies / (plan.k_blocks * kCopyBytes<Block>);
     if (has_norm_) most = minimum(most, plan.max_threads * 2 * l2_bytes() / (call_.weight.n * 4 * Block::kRows));
-    return ceil_div(plan.row_blocks, ceil_div(plan.row_blocks, maximum<int64_t>(1, most))) * Block::kRows;
+    return even_share(plan.row_blocks, maximum<int64_t>(1, most)) * Block::kRows;
   }
 
   const GemmCall& call_;
