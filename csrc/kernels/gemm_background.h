@@ -50,7 +50,7 @@ class Prefetches {
     }
   }
 
-  Prefetch streams_[6];  // weights, rows of A, and two lines of a row of floats twice
+  Prefetch streams_[7];  // weights twice, rows of A, and two lines of a row of floats twice
   int count_ = 0;
 };
 

@@ -48,7 +48,7 @@ inline int64_t most_lines_of_a_set(int64_t rows, int64_t bytes, int64_t step) {
 }
 
 // Panels for which a copy of rows that meet in few sets of L1 pays (tiles: 1024 x 4096 x 1024 is 1.1 times as fast with one,
-// 1024 x 768 x 3072, which has 24, 0.86; vectors: GemmPlan::most_rows).
+// 1024 x 768 x 3072, which has 24, 0.86).
 inline constexpr int64_t kPanelsWorthACopy = 32;
 
 // Lines of a set of L1 that weights leave to rows.
@@ -129,6 +129,11 @@ struct GemmPlan : RowBlocks {
     return w.panels * w.panel_bytes <= (Block::kBackground ? kept_bytes() : most_resident);
   }
 
+  // Whether one of `parts` shares of `total` begins there.
+  static bool begins_part(int64_t place, int64_t total, int64_t parts) {
+    return share(total, parts, ceil_div(place * parts, total)).begin == place;
+  }
+
   // Whether lines of a tile's rows, so many bytes apart, all meet in one set of L1 or two.
   static bool tile_rows_meet(int64_t step) { return step % kMeetingBytes == 0; }
 
@@ -143,11 +148,12 @@ struct GemmPlan : RowBlocks {
 
  private:
   // Rows that meet in few sets of L1 are copied or, where few panels would share a copy, read where they are by blocks of
-  // as few rows as a set holds (fp32 on Zen 5: 196 x 256 x 1024 1.06 times as fast, 1024 x 4096 x 1024 0.98).
+  // as few rows as a set holds (fp32 on Zen 5: 196 x 256 x 1024 1.06 times as fast, 1024 x 4096 x 1024 0.98; on Granite
+  // Rapids 1024 x 256 x 1024 1.01, 1024 x 768 x 3072 0.95).
   static int64_t most_rows(const GemmCall& call) {
-    constexpr int64_t kEnoughRows = 10;
+    constexpr int64_t kEnoughRows = 10, kFewPanels = 20;
     const int64_t step = step_of_rows<Block>(call), few = ways_of_rows();
-    if (step == 0 || call.m <= Block::kRows || call.weight.panels >= kPanelsWorthACopy) return Block::kRows;
+    if (step == 0 || call.m <= Block::kRows || call.weight.panels >= kFewPanels) return Block::kRows;
     const int64_t bytes = bytes_of_rows(even_share(call.weight.k_tiles, Block::kMaxTiles));
     const bool meet = few >= kEnoughRows && few < Block::kRows && !stay_in_l1(Block::kRows, bytes, step);
     return meet ? few : Block::kRows;
@@ -182,7 +188,7 @@ struct GemmPlan : RowBlocks {
     } else if (reads_in_place && panel_bytes <= for_weights) {
       // Nor do those of a few panels, for which rows that nobody copies may come in again and again. Beside their weights,
       // the next ones' and the rows L2 would have no room for sums that wait (197 x 768 x 768 on Zen 5: 1.06).
-      chunk_panels = maximum<int64_t>(1, l2 / 4 / panel_bytes);
+      chunk_panels = maximum<int64_t>(1, l2 * 3 / 8 / panel_bytes);
       pass_k_blocks = k_blocks;
     } else {
       chunk_panels = minimum(kMostStripPanels, maximum<int64_t>(1, for_weights / panel_slice_bytes()));

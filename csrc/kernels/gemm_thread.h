@@ -15,8 +15,8 @@
 // on the vector ports finish a row block's strip of sums, all panels of the chunk, after its last k block. With AMX each
 // panel's sums go to the epilogue on their own, between the products of the next panel (simple ones by panel_output.h), and
 // the weights of the next chunk are fetched into L2 meanwhile, spread evenly over the k steps; where all panels are one
-// chunk, the next panel's while the first row block passes. (Vector blocks fetch none where many row blocks share them:
-// prefetches in their loops cost more than the first row block's misses.)
+// chunk, the next panel's while the first row block passes. Vector blocks too fetch the next chunk's, each row block its
+// share; the first chunk's, and weights that stay, are fetched by the first row block just before it wants them.
 // With AMX and many row blocks it is the other way round (GemmPlan::keeps_weights): a chunk has as many panels as L2 holds,
 // its first row block fetches the next panel's weights, and rows of A stream by.
 // With AMX, long products whose weights L2 does not hold go another way: gemm_slices.h.
@@ -42,10 +42,6 @@ template <class Block, class View = Merged>
 class GemmThread {
   using A = typename Block::A;
   static constexpr int64_t kAccBytes = Block::kRows * kPanelColumns * 4;
-  // Row blocks whose products hide that weights come from memory for the first of them. On AVX2 (Zen 4) 9 blocks of
-  // 512 x 512 x 3 x 3 gained 14% by fetching ahead and 22 gained 6%; on AVX-512 (Emerald Rapids) 10 blocks gained 2 to 9%.
-  static constexpr int64_t kRowBlocksThatHideMisses = 32;
-  static constexpr int64_t kFewRowBlocks = 4;
   using Output = PanelOutput<typename Block::Acc>;
 
  public:
@@ -71,9 +67,8 @@ class GemmThread {
     columns_ = {};
     weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
     keep_copies_ = Block::kBackground || weights_stay_;
-    // A piece has the part's weights in L2 from the piece before.
-    const int64_t part_rows = plan_.row_blocks / plan_.grid_rows;
-    fetches_ahead_ = Block::kBackground || part_rows < (weights_stay_ ? kFewRowBlocks : kRowBlocksThatHideMisses);
+    fetches_ahead_ = !weights_stay_;
+    weights_are_far_ = !Block::kBackground && rows.size() > 1 && begins_weights(rows, panels);
     const int64_t chunks = ceil_div(rows.size(), most_chunk_blocks());
     const int64_t chunk_blocks = weights_stay_ ? 1 : ceil_div(rows.size(), maximum<int64_t>(1, chunks));
     const bool one_panel = rows.size() == 1 || (weights_stay_ && plan_.panel_by_panel && !finishes_);
@@ -278,6 +273,10 @@ class GemmThread {
         if (!copied_ && in_place_.step == 0 && place.kb < plan_.k_blocks) prefetch_a(place, panel);
       }
     }
+    if (weights_are_far_ && place.rb == first_row_block_ && place.kb < pass_k_blocks_ &&
+        (weights_stay_ || panels_.begin == part_.begin)) {
+      prefetch_far_weights(*block);
+    }
     if (!Block::kBackground && panel == part_.begin && in_place_.step != 0) prefetch_in_place(place);
     if constexpr (View::kInPlace) {
       if (panel == part_.begin) {
@@ -410,6 +409,18 @@ class GemmThread {
     }
   }
 
+  // Whether no piece of the part has brought these weights before, or fetched them ahead.
+  bool begins_weights(Range rows, Range panels) const {
+    const bool first_rows = plan_.begins_part(rows.begin, plan_.row_blocks, plan_.grid_rows);
+    return (first_rows || !weights_stay_) && plan_.begins_part(panels.begin, w_.panels, plan_.grid_panels);
+  }
+
+  // For the first row block, some tiles before it multiplies them.
+  void prefetch_far_weights(const BlockCall& block) {
+    constexpr int64_t kStep = 2 * kTileBytes, kStepsAhead = 4;
+    background_.prefetches.add({block.b + kStepsAhead * kStep, kStep, 64, kStep / 64});
+  }
+
   // Where a chunk's weights stay: what its first row block reads next.
   void prefetch_next_panel(Place place, int64_t panel, BlockCall* block) const {
     const bool all_panels = panels_.size() == part_.size() && plan_.k_blocks == 1;
@@ -460,7 +471,7 @@ class GemmThread {
   Range part_{};  // all panels
   int64_t weights_end_ = 0;
   Range rows_{}, panels_{};  // the chunk
-  bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true;
+  bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true, weights_are_far_ = false;
   bool copied_ = false;  // the chunk's copy of A is complete
   int64_t copies_ = 1;   // of blocks of A: all, or one or two in turns
 };

@@ -32,7 +32,6 @@ class BlockRows {
   XOPT_INLINE const RowValue& at(int row, int k) const {
     return *reinterpret_cast<const RowValue*>(at_[row / kRowsOfPointer] + row % kRowsOfPointer * step_ + 4 * k);
   }
-  static constexpr bool has_pointer(int row) { return row % kRowsOfPointer == 0; }
   XOPT_INLINE void advance(int64_t bytes) {
 #pragma GCC unroll 7
     for (int i = 0; i < kPointers; ++i) at_[i] += bytes;
