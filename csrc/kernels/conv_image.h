@@ -1,7 +1,8 @@
 // Convolutions whose vector blocks read rows out of the image, or out of a copy with zeros around it (tiles/image_rows.h).
 //
 //   thread    a range of row blocks x a range of panels
-//    chunk      row blocks whose lines of the image stay in L2: these are copied, if need be
+//    chunk      row blocks whose lines of the image stay in L2: these are copied, if need be; or, where L2 does not hold the
+//               lines under one of outputs, a strip's part of a line, and then of the next
 //     GemmThread  the chunk's products, with nothing more to copy
 #pragma once
 
@@ -14,24 +15,34 @@ namespace xopt::XOPT_ISA {
 template <class Block>
 struct ImagePlan {
   explicit ImagePlan(const ConvCall& call)
-      : image(call.input, Block::kTileK),
-        block_rows(rows_of_block(call)),
-        copies(!is_as_it_multiplies(call.input) || !leaves_out_rows<Block>(block_rows) ||
-               !image.stays_inside(block_rows)) {
-    if (copies) image.template read_copy<Block>();
+      : image(call.input, Block::kTileK), blocks(blocks_of_lines(call)), copies(!reads_image(call.input)) {
+    if (!copies) return;
+    const int64_t rows = rows_of_copy(call);
+    has_blocks = rows > 0;
+    if (has_blocks) blocks = RowBlocks(blocks.rows, rows, false);
+    image.template read_copy<Block>();
   }
 
   // Whether blocks can read rows there, and it pays. It is the same for some lines of an image as for all.
   bool chosen(const ConvCall& call) const {
     const PatchesView& v = call.input;
-    if (call.tuning.path == TunedPath::patches || v.channels == 0 || block_rows == 0) return false;
+    if (call.tuning.path == TunedPath::patches || v.channels == 0 || !has_blocks) return false;
     if (image.run_elements() % (Block::kTileK / kTileRows) != 0 || !rows_stay_in_l1(v)) return false;
     return !copies || (overlaps(v) && two_lines_fit(v));
   }
 
-  // Rows within a line of outputs, as many as a block takes, or about as many; or those of two lines, if blocks finish
-  // their sums; else pairs that share a pointer, which do not lie in different lines. 0: there is no such block.
-  static int64_t rows_of_block(const ConvCall& call) {
+  // Of the image itself: rows of a line of outputs each.
+  static RowBlocks blocks_of_lines(const ConvCall& call) {
+    return RowBlocks::of_lines(product_call(call, 0).m, call.input.out[2], Block::kRows);
+  }
+  // Whether blocks do with what is in the image.
+  bool reads_image(const PatchesView& v) const {
+    return leaves_out_rows<Block>(blocks.least_rows()) && is_as_it_multiplies(v) && image.stays_inside();
+  }
+
+  // Of a copy: rows within a line of outputs, as many as a block takes, or about as many; or those of two lines, if blocks
+  // finish their sums; else pairs that share a pointer, which do not lie in different lines. 0: there is no such block.
+  static int64_t rows_of_copy(const ConvCall& call) {
     const int64_t width = call.input.out[2];
     int64_t rows = Block::kRows;
     while (leaves_out_rows<Block>(rows) && width % rows != 0) --rows;
@@ -58,6 +69,14 @@ struct ImagePlan {
     return step <= bytes || stay_in_l1(Block::kRows, bytes, step);
   }
 
+  // Blocks of a line, next to each other, whose pixels stay in L2 from line to line beside the weights. Weights that do not
+  // stay there are worth whole lines.
+  int64_t strip_blocks(const PackedWeight& w) const {
+    if (w.panels * w.panel_bytes > l2_bytes() * 5 / 8) return blocks.blocks_of_line;
+    const int64_t block_bytes = bytes(image.lines_under(0, blocks.line_rows)) / blocks.blocks_of_line;
+    return maximum<int64_t>(4, l2_bytes() / 4 / block_bytes);
+  }
+
   int64_t bytes(ImageRows::Lines lines) const {
     return lines.count() * image.line_elements() * static_cast<int64_t>(sizeof(typename Block::A));
   }
@@ -66,7 +85,8 @@ struct ImagePlan {
   }
 
   ImageRows image;  // any product's: they are alike
-  int64_t block_rows;
+  RowBlocks blocks;
+  bool has_blocks = true;
   bool copies;  // lines of the image, with zeros around them
 };
 
@@ -91,6 +111,19 @@ class PieceTable {
   Scratch pieces_, counts_;
 };
 
+// Parts of lines, a strip after the other, each from its first line to its last.
+template <class Plan, class Compute>
+void each_strip(const Plan& plan, int64_t strip_blocks, Range blocks, const Compute& compute) {
+  const int64_t of_line = plan.blocks_of_line, strips = ceil_div(of_line, strip_blocks);
+  for (int64_t i = 0; i < strips; ++i) {
+    const Range strip = share(of_line, strips, i);
+    for (int64_t line = blocks.begin / of_line * of_line; line < blocks.end; line += of_line) {
+      const Range part{maximum(blocks.begin, line + strip.begin), minimum(blocks.end, line + strip.end)};
+      if (part.size() > 0) compute(part);
+    }
+  }
+}
+
 template <class Block>
 void compute_from_image(const GemmCall& gemm, ImageRows image, const ImagePlan<Block>& images,
                         const GemmPlan<Block>& plan, EpilogueFn* epilogue, Range blocks, Range panels,
@@ -98,11 +131,19 @@ void compute_from_image(const GemmCall& gemm, ImageRows image, const ImagePlan<B
   const auto lines_of = [&](int64_t begin, int64_t end) {
     return image.lines_under(plan.first_row(begin), plan.first_row(end));
   };
+  if (!images.copies && images.strip_blocks(gemm.weight) < plan.blocks_of_line) {
+    each_strip(plan, images.strip_blocks(gemm.weight), blocks, [&](Range part) {
+      GemmThread<Block, ImageRows>(gemm, image, plan, epilogue, 0).compute(part, panels, weights_end);
+    });
+    return;
+  }
   // Weights that do not stay in L2 are read again for each chunk.
   const bool weights_stay = gemm.weight.panels * gemm.weight.panel_bytes <= plan.most_resident;
   const int64_t most_bytes = weights_stay ? l2_bytes() / 8 : l2_bytes() * 3 / 8;
+  // At least two lines of outputs: each chunk copies all lines under it.
+  const int64_t most_chunks = maximum<int64_t>(1, blocks.size() * plan.block_rows / (2 * image.columns()));
   int64_t chunks = 1;
-  while (chunks < blocks.size() &&
+  while (chunks < most_chunks &&
          images.bytes(lines_of(blocks.begin, blocks.begin + ceil_div(blocks.size(), chunks))) > most_bytes) {
     ++chunks;
   }
@@ -119,8 +160,7 @@ void compute_from_image(const GemmCall& gemm, ImageRows image, const ImagePlan<B
 template <class Block>
 void conv_from_image(const ConvCall& call, const ImagePlan<Block>& images) {
   const GemmCall first = product_call(call, 0);
-  const GemmPlan<Block> plan(first, RowBlocks(first.m, images.block_rows, false),
-                             GemmPlan<Block>::Rows::in_place_of_view);
+  const GemmPlan<Block> plan(first, images.blocks, GemmPlan<Block>::Rows::in_place_of_view);
   EpilogueFn* epilogue = select_epilogue<Block>(first);
   const PieceTable<Block> table(images.image, plan, first.weight.k_tiles);
   each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {

@@ -33,13 +33,11 @@ class ImageRows {
     positions_ = view.dilation[2] == 1 && !whole_tiles_ ? view.kernel[2] : 1;
   }
 
-  // Whether blocks of so many rows, each within a line of outputs, read nothing outside of the image.
-  bool stays_inside(int64_t block_rows) const {
+  // Whether blocks whose rows are within a line of outputs read nothing outside of the image.
+  bool stays_inside() const {
     const PatchesView& v = view_;
     constexpr int64_t kFarthest = 1 << 28;  // what a piece can say
-    if (!whole_tiles_ || v.out[2] % block_rows != 0 || v.dilation[1] != 1 || v.kernel[0] != 1 || v.padding[0] != 0) {
-      return false;
-    }
+    if (!whole_tiles_ || v.dilation[1] != 1 || v.kernel[0] != 1 || v.padding[0] != 0) return false;
     for (int64_t column = 0; column < v.kernel[2]; ++column) {
       if (outside_before(column) + outside_behind(column) > 1) return false;
     }
@@ -61,6 +59,7 @@ class ImageRows {
     return {line_of(place_of(first_row)), line_of(place_of(end_row - 1)) + reach};
   }
   int64_t line_elements() const { return extent_[2] * view_.channels; }
+  int64_t columns() const { return view_.out[2]; }  // of outputs
 
   // From here on pieces and rows are those of a copy, which has to be made before rows are read.
   template <class Block>
@@ -175,10 +174,10 @@ class ImageRows {
     const int64_t end = minimum(v.in[1], (first_.height + 1) * v.stride[1] - v.padding[1] + v.kernel[1]);
     const int64_t lines = minimum(minimum(v.stride[1], v.kernel[1]), end);
     if (lines <= 0) return {};
-    const int64_t bytes = lines * steps_.line * element_ / (v.out[2] / rows_ * parts);
-    const int64_t at = first_.image * steps_.image + (end - lines) * steps_.line;
-    const int64_t count = ceil_div(bytes, 64 * steps);
-    return {data_ + at * element_ + (first_.column / rows_ * parts + part) * bytes, 64 * count, 64, count};
+    const int64_t bytes = lines * steps_.line * element_, shares = v.out[2] * parts;
+    const int64_t at = (first_.image * steps_.image + (end - lines) * steps_.line) * element_;
+    const int64_t count = ceil_div(bytes * rows_, 64 * steps * shares);
+    return {data_ + at + bytes * (first_.column * parts + rows_ * part) / shares, 64 * count, 64, count};
   }
   // How many rows of the output the second row of a pair lies behind the first.
   int64_t pair_distance() const { return in_two_lines_ ? view_.out[2] : 1; }
