@@ -112,9 +112,9 @@ class PieceTable {
 };
 
 // Parts of lines, a strip after the other, each from its first line to its last.
-template <class Plan, class Compute>
-void each_strip(const Plan& plan, int64_t strip_blocks, Range blocks, const Compute& compute) {
-  const int64_t of_line = plan.blocks_of_line, strips = ceil_div(of_line, strip_blocks);
+template <class Compute>
+void each_strip(int64_t of_line, int64_t strip_blocks, Range blocks, const Compute& compute) {
+  const int64_t strips = ceil_div(of_line, strip_blocks);
   for (int64_t i = 0; i < strips; ++i) {
     const Range strip = share(of_line, strips, i);
     for (int64_t line = blocks.begin / of_line * of_line; line < blocks.end; line += of_line) {
@@ -131,15 +131,14 @@ void compute_from_image(const GemmCall& gemm, ImageRows image, const ImagePlan<B
   const auto lines_of = [&](int64_t begin, int64_t end) {
     return image.lines_under(plan.first_row(begin), plan.first_row(end));
   };
-  if (!images.copies && images.strip_blocks(gemm.weight) < plan.blocks_of_line) {
-    each_strip(plan, images.strip_blocks(gemm.weight), blocks, [&](Range part) {
+  const int64_t strip = images.copies ? plan.blocks_of_line : images.strip_blocks(gemm.weight);
+  if (strip < plan.blocks_of_line) {
+    return each_strip(plan.blocks_of_line, strip, blocks, [&](Range part) {
       GemmThread<Block, ImageRows>(gemm, image, plan, epilogue, 0).compute(part, panels, weights_end);
     });
-    return;
   }
   // Weights that do not stay in L2 are read again for each chunk.
-  const bool weights_stay = gemm.weight.panels * gemm.weight.panel_bytes <= plan.most_resident;
-  const int64_t most_bytes = weights_stay ? l2_bytes() / 8 : l2_bytes() * 3 / 8;
+  const int64_t most_bytes = plan.weights_stay(gemm.weight) ? l2_bytes() / 8 : l2_bytes() * 3 / 8;
   // At least two lines of outputs: each chunk copies all lines under it.
   const int64_t most_chunks = maximum<int64_t>(1, blocks.size() * plan.block_rows / (2 * image.columns()));
   int64_t chunks = 1;

@@ -21,6 +21,11 @@ XOPT_INLINE Range share(int64_t total, int64_t parts, int64_t part) {
   return {total * part / parts, total * (part + 1) / parts};
 }
 
+// Whether one of these parts begins there.
+XOPT_INLINE bool begins_share(int64_t total, int64_t parts, int64_t place) {
+  return share(total, parts, ceil_div(place * parts, total)).begin == place;
+}
+
 // Of `count`, equal parts of at most so many; 1 at least.
 XOPT_INLINE int64_t even_share(int64_t count, int64_t most) {
   return maximum<int64_t>(1, ceil_div(count, maximum<int64_t>(1, ceil_div(count, most))));
@@ -129,11 +134,6 @@ struct GemmPlan : RowBlocks {
     return w.panels * w.panel_bytes <= (Block::kBackground ? kept_bytes() : most_resident);
   }
 
-  // Whether one of `parts` shares of `total` begins there.
-  static bool begins_part(int64_t place, int64_t total, int64_t parts) {
-    return share(total, parts, ceil_div(place * parts, total)).begin == place;
-  }
-
   // Whether lines of a tile's rows, so many bytes apart, all meet in one set of L1 or two.
   static bool tile_rows_meet(int64_t step) { return step % kMeetingBytes == 0; }
 
@@ -188,7 +188,7 @@ struct GemmPlan : RowBlocks {
     } else if (reads_in_place && panel_bytes <= for_weights) {
       // Nor do those of a few panels, for which rows that nobody copies may come in again and again. Beside their weights,
       // the next ones' and the rows L2 would have no room for sums that wait (197 x 768 x 768 on Zen 5: 1.06).
-      chunk_panels = maximum<int64_t>(1, l2 * 3 / 8 / panel_bytes);
+      chunk_panels = maximum<int64_t>(1, l2 / 4 / panel_bytes);
       pass_k_blocks = k_blocks;
     } else {
       chunk_panels = minimum(kMostStripPanels, maximum<int64_t>(1, for_weights / panel_slice_bytes()));

@@ -67,7 +67,6 @@ class GemmThread {
     columns_ = {};
     weights_stay_ = !Block::kBackground && rows.size() > 1 && panels.size() * w_.panel_bytes <= plan_.most_resident;
     keep_copies_ = Block::kBackground || weights_stay_;
-    fetches_ahead_ = !weights_stay_;
     weights_are_far_ = !Block::kBackground && rows.size() > 1 && begins_weights(rows, panels);
     const int64_t chunks = ceil_div(rows.size(), most_chunk_blocks());
     const int64_t chunk_blocks = weights_stay_ ? 1 : ceil_div(rows.size(), maximum<int64_t>(1, chunks));
@@ -267,7 +266,7 @@ class GemmThread {
   void find_prefetches(Place place, int64_t panel, BlockCall* block) {
     background_.prefetches.clear();
     if (block->k_tiles == 0) return;
-    if (fetches_ahead_) {
+    if (!weights_stay_) {
       prefetch_weights(place, panel, block);
       if constexpr (!View::kInPlace) {
         if (!copied_ && in_place_.step == 0 && place.kb < plan_.k_blocks) prefetch_a(place, panel);
@@ -411,8 +410,8 @@ class GemmThread {
 
   // Whether no piece of the part has brought these weights before, or fetched them ahead.
   bool begins_weights(Range rows, Range panels) const {
-    const bool first_rows = plan_.begins_part(rows.begin, plan_.row_blocks, plan_.grid_rows);
-    return (first_rows || !weights_stay_) && plan_.begins_part(panels.begin, w_.panels, plan_.grid_panels);
+    const bool first_rows = begins_share(plan_.row_blocks, plan_.grid_rows, rows.begin);
+    return (first_rows || !weights_stay_) && begins_share(w_.panels, plan_.grid_panels, panels.begin);
   }
 
   // For the first row block, some tiles before it multiplies them.
@@ -471,7 +470,7 @@ class GemmThread {
   Range part_{};  // all panels
   int64_t weights_end_ = 0;
   Range rows_{}, panels_{};  // the chunk
-  bool weights_stay_ = false, keep_copies_ = true, fetches_ahead_ = true, weights_are_far_ = false;
+  bool weights_stay_ = false, keep_copies_ = true, weights_are_far_ = false;
   bool copied_ = false;  // the chunk's copy of A is complete
   int64_t copies_ = 1;   // of blocks of A: all, or one or two in turns
 };
