@@ -27,6 +27,7 @@
 #include "runtime/outputs.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
+#include "runtime/replays.h"
 #include "runtime/trace.h"
 #include "runtime/tuner.h"
 #include "runtime/xpu.h"
@@ -435,6 +436,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_arena_limit", &set_arena_limit, py::arg("bytes"),
         "For tests: scratch memory a thread may have in use; negative for no limit.");
   m.def("arena_bytes", &arena_bytes, "Bytes that all scratch arenas hold.");
+  m.def("replayed_calls", &replayed_calls, "Calls of kernels that chains have made again as they were noted.");
   m.def("weight_bytes", &weight_bytes, "Bytes of the pages that packed weights lie on.");
   m.def("set_kept_output_bytes", &set_kept_output_bytes, py::arg("bytes"),
         "How much memory of freed outputs is held at most for the next ones.");

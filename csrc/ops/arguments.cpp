@@ -1,6 +1,7 @@
 // See arguments.h.
 #include "ops/arguments.h"
 
+#include <cstring>
 #include <new>
 #include <stdexcept>
 
@@ -24,6 +25,15 @@ Offload* asynchronous_offload() {
 }
 
 }  // namespace
+
+int64_t elements_spanned(const int64_t* sizes, const int64_t* strides, int64_t dims) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < dims; ++dim) {
+    if (sizes[dim] == 0) return 0;
+    last += (sizes[dim] - 1) * strides[dim];
+  }
+  return last + 1;
+}
 
 std::string list_text(const int64_t* values, int64_t count) {
   std::string text = "[";
@@ -112,6 +122,7 @@ Tensor& Tensor::operator=(Tensor&& other) noexcept {
   dtype_code_ = other.dtype_code_;
   device_ = other.device_;
   device_index_ = other.device_index_;
+  argument_ = other.argument_;
   return *this;
 }
 
@@ -156,8 +167,18 @@ Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, c
     const int64_t at_least_one = sizes[dim] > 1 ? sizes[dim] : 1;
     if (__builtin_mul_overflow(stride, at_least_one, &stride)) throw std::bad_alloc();
   }
+  return empty_of(stride, sizes, strides, dims, dtype, keep);
+}
+
+Tensor Tensor::empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype) {
+  return empty_of(elements_spanned(sizes, strides, dims), sizes, strides, dims, dtype, true);
+}
+
+// `elements`: from the first to the last in memory.
+Tensor Tensor::empty_of(int64_t elements, const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
+                        bool keep) {
   int64_t bytes = 0;
-  if (__builtin_mul_overflow(stride, dtype_size(dtype), &bytes)) throw std::bad_alloc();
+  if (__builtin_mul_overflow(elements, dtype_size(dtype), &bytes)) throw std::bad_alloc();
   const Place& device = place();
   if (void* kept = keep && device.is_cpu() ? output_alloc(static_cast<size_t>(bytes)) : nullptr) {
     return adopt(kept, sizes, strides, dims, dtype_to_torch(dtype), device,
@@ -347,6 +368,21 @@ Tensors::Tensors(StableListHandle list) {
       tensors_.emplace_back(torch::stable::detail::to<AtenTensorHandle>(item));
   }
   torch_delete_list(list);
+}
+
+// Kernels will have pushed out of the caches what references are counted in, and each count would wait for its own: it all
+// comes back together (BERT-base's 163 tensors 121 to 90 us). A handle is the address of torch's tensor, and the first word
+// there that of its counts; were it something else, nothing would come of it.
+Tensors::~Tensors() {
+  constexpr ptrdiff_t kLine = 64;
+  for (const Tensor& tensor : tensors_) __builtin_prefetch(tensor.get());
+  for (const Tensor& tensor : tensors_) {
+    if (!tensor) continue;
+    const char* counts = nullptr;
+    std::memcpy(&counts, static_cast<const void*>(tensor.get()), sizeof(counts));
+    __builtin_prefetch(counts);
+    __builtin_prefetch(counts + kLine);
+  }
 }
 
 std::string_view String::text() const {

@@ -40,6 +40,8 @@ std::optional<DType> dtype_from_torch(int32_t code);
 int32_t dtype_to_torch(DType dtype);
 std::string torch_dtype_name(int32_t code);
 std::string list_text(const int64_t* values, int64_t count);  // "[2, 3]"
+// From a tensor's first element to its last in memory, of strides of 0 and more.
+int64_t elements_spanned(const int64_t* sizes, const int64_t* strides, int64_t dims);
 
 // Numbers that are somebody else's. Their text is made where an error wants it: it costs as much as a small product.
 struct ListView {
@@ -65,6 +67,8 @@ class Tensor {
   static Tensor empty_weight(const int64_t* sizes, int64_t dims, DType dtype);
   // The same with dimension 1 last in memory.
   static Tensor empty_channels_last(const int64_t* sizes, int64_t dims, DType dtype);
+  // The same with any strides.
+  static Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype);
   // uint8 [bytes] in memory of weight_alloc, for a packed weight.
   static Tensor packed_bytes(int64_t bytes);
   // The same elements as `whole`, whose memory it keeps; when that is dropped, `dropped` is told where it was.
@@ -98,6 +102,9 @@ class Tensor {
   Tensor borrow() const;           // the same one, for as long as this one lives
   AtenTensorHandle release();
   ListView shape() const { return {sizes_, dims_}; }
+  // Which argument of a prepared call it is, counted from 0; -1: none, or a copy that was made of one.
+  int argument() const { return argument_; }
+  void set_argument(int argument) { argument_ = argument; }
   std::string shape_text() const { return shape().text(); }  // "[2, 3]"
 
  private:
@@ -109,6 +116,8 @@ class Tensor {
   Tensor copied_in_rows(const Place& device) const;
   static Tensor empty_in_rows(const int64_t* sizes, int64_t dims, DType dtype, bool keep);
   static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order, bool keep = true);
+  static Tensor empty_of(int64_t elements, const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
+                         bool keep);
   Tensor copied_to(Tensor copy) const;
   DType copied_dtype() const;
 
@@ -120,6 +129,7 @@ class Tensor {
   int32_t dtype_code_ = 0;
   int32_t device_ = 0;
   int32_t device_index_ = -1;
+  int argument_ = -1;
 };
 
 // An owned `str` argument, or the word of a prepared call.
@@ -164,6 +174,9 @@ class Integers {
 class Tensors {
  public:
   explicit Tensors(StableListHandle list);
+  ~Tensors();
+  Tensors(const Tensors&) = delete;
+  Tensors& operator=(const Tensors&) = delete;
   int64_t size() const { return static_cast<int64_t>(tensors_.size()); }
   Tensor& operator[](int64_t i) { return tensors_[static_cast<size_t>(i)]; }
   const Tensor& operator[](int64_t i) const { return tensors_[static_cast<size_t>(i)]; }
@@ -254,6 +267,7 @@ class Stack {
   const PreparedArgument& prepared(Kind expected);  // the next one
   bool is_none();                                   // whether the next one is, and then it is taken
   Tensor prepared_tensor();
+  Tensor as_argument(Tensor tensor) const;  // the one taken last
   const Tensor& prepared_tensor(bool is_result, size_t place, std::string_view word) const;
   Integers prepared_integers();
   int64_t prepared_size(const TensorSize& size, std::string_view word) const;

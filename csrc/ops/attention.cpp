@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "ops/check.h"
+#include "ops/noted_call.h"
 #include "ops/prepared.h"
 #include "ops/tuned.h"
 #include "runtime/registry.h"
@@ -121,7 +122,13 @@ float checked_scale(const std::optional<double>& scale, int64_t depth) {
   return static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(1, depth))));
 }
 
-void run(const AttentionCall& call, DType dtype) {
+struct ReadyAttention {
+  AttentionCall call;
+  DType dtype;
+};
+
+void run(const ReadyAttention& ready) {
+  const auto& [call, dtype] = ready;
   static Kernel<AttentionFn> f32("attention", "f32"), bf16("attention", "bf16"), f16("attention", "f16");
   Kernel<AttentionFn>& kernel = dtype == DType::f32 ? f32 : dtype == DType::bf16 ? bf16 : f16;
   if (!tuning_on() || call.batch * call.heads * call.queries * call.keys == 0) return kernel(call);
@@ -134,8 +141,9 @@ Tensor attention(Stack stack) {
                      {kOp, "key", arguments.key},
                      {kOp, "value", arguments.value},
                      {kOp, "mask", arguments.mask}});
-  AttentionCall call{};
-  const DType dtype = check_heads(arguments, &call);
+  ReadyAttention ready{};
+  AttentionCall& call = ready.call;
+  ready.dtype = check_heads(arguments, &call);
   call.mask = mask_view(arguments.mask, call);
   set_band(arguments, &call);
   call.scale = checked_scale(arguments.scale, call.depth);
@@ -144,9 +152,16 @@ Tensor attention(Stack stack) {
   call.value = heads_view(&arguments.value);
 
   const int64_t sizes[] = {call.batch, call.queries, call.heads * call.group, call.value_depth};
-  Tensor out = Tensor::empty(sizes, 4, dtype);
+  Tensor out = Tensor::empty(sizes, 4, ready.dtype);
   call.out = out.mutable_data();
-  run(call, dtype);
+  run(ready);
+  if (NotedCall* noted = note_call(&run, ready)) {
+    noted->reads(call.query.data, arguments.query);
+    noted->reads(call.key.data, arguments.key);
+    noted->reads(call.value.data, arguments.value);
+    noted->reads(call.mask.data, arguments.mask);
+    noted->writes(call.out, 0);
+  }
   return out;
 }
 

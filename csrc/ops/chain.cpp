@@ -5,7 +5,7 @@
 
 #include "ops/check.h"
 #include "ops/conv_bands.h"
-#include "ops/conv_replay.h"
+#include "ops/replay.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
 #include "runtime/trace.h"
@@ -27,29 +27,61 @@ class Run {
 
   const std::vector<Tensor>& results() {
     if (!may_replay()) {
-      for (size_t i = 0; i < prepared_.calls.size();) i = run_from(i);
+      run_all();
       return results_;
     }
+    Addresses addresses{data_of(tensors_), results_};
     std::vector<int64_t> sizes = sizes_of(tensors_, threads_);
-    const std::shared_ptr<const Recording> recording = prepared_.recordings->find(sizes, tensors_);
-    if (recording == nullptr) recorder_ = std::make_unique<ConvRecorder>(prepared_);
-    for (size_t i = 0; i < prepared_.calls.size();) {
-      const RecordedPart* part = recording == nullptr ? nullptr : recording->part_at(i);
-      if (part != nullptr) replay(*part, prepared_, threads_, values());
-      i = part != nullptr ? part->end : run_from(i);
+    if (const auto recording = prepared_.recordings->find(sizes, addresses.tensors)) {
+      run_again(*recording, &addresses);
+    } else if (prepared_.recordings->come_again(sizes)) {
+      recorder_ = std::make_unique<Recorder>(prepared_, tensors_);
+      run_all();
+      prepared_.recordings->add(recorder_->finish(std::move(sizes)));
+    } else {
+      run_all();
     }
-    if (recorder_) prepared_.recordings->add(recorder_->finish(std::move(sizes)));
     return results_;
   }
 
  private:
   // Under grad mode operators look whether somebody wants a gradient of what they have none for, and a profiler wants to
   // be told their names.
-  bool may_replay() const {
-    return prepared_.recordings != nullptr && on_cpu_ && !aoti_torch_grad_mode_is_enabled() && !tracing();
+  bool may_replay() const { return on_cpu_ && !aoti_torch_grad_mode_is_enabled() && !tracing(); }
+
+  void run_all() {
+    for (size_t i = 0; i < prepared_.calls.size();) i = run_from(i);
   }
 
-  ChainValues values() { return {tensors_, results_}; }
+  void run_again(const Recording& recording, Addresses* addresses) {
+    const Tensor memory = Tensor::empty(&recording.block_bytes, 1, DType::u8);
+    addresses->block = static_cast<const uint8_t*>(memory.data());
+    const std::vector<RecordedStep>& steps = recording.steps;
+    for (size_t i = 0; i < steps.size();) {
+      size_t end = i;
+      while (end < steps.size() && !steps[end].noted.empty()) ++end;
+      if (end > i) {
+        replay_steps(steps, i, end, *addresses);
+        i = end;
+        continue;
+      }
+      run_part(steps[i].begin, steps[i].end, Unused::stay);
+      for (const size_t unused : steps[i].unused_after) results_[unused] = Tensor();
+      ++i;
+    }
+  }
+
+  void replay_steps(const std::vector<RecordedStep>& steps, size_t begin, size_t end,
+                    const Addresses& addresses) const {
+    const auto run = [&] {
+      for (size_t i = begin; i < end; ++i) {
+        if (i + 1 < end) steps[i + 1].fetch();
+        replay(steps[i], threads_, addresses);
+      }
+    };
+    if (end - begin > 1) return with_team(run);
+    run();
+  }
 
   PreparedArguments arguments_of(size_t i) const {
     const PreparedCall& call = prepared_.calls[i];
@@ -65,7 +97,12 @@ class Run {
 
   void run_call(size_t i) {
     const PreparedArguments arguments = arguments_of(i);
-    prepared_.calls[i].run(Stack(&arguments), &results_[i * kMostResults]);
+    const PreparedCall& call = prepared_.calls[i];
+    Tensor* results = &results_[i * kMostResults];
+    if (!recorder_) return call.run(Stack(&arguments), results);
+    CallNotes notes;
+    call.run(Stack(&arguments), results);
+    recorder_->ran(i, notes.take(), results_);
   }
 
   // Convolutions, and pooling among them, of which each reads the one before's result: those up to `end`, or to where planning them ends.
@@ -91,10 +128,12 @@ class Run {
   }
 
   // Calls [begin, end), together if that is possible with these inputs; returns `end`.
-  size_t run_part(size_t begin, size_t end) {
+  enum class Unused : uint8_t { go, stay };
+  size_t run_part(size_t begin, size_t end, Unused results = Unused::go) {
     const bool together = end - begin > 1 && run_together(begin, end);
     for (size_t i = begin; i < end; ++i) {
-      if (!together) run_alone(i);
+      if (!together) run_call(i);
+      if (results == Unused::stay) continue;
       for (const size_t unused : prepared_.calls[i].unused_after) results_[unused] = Tensor();
     }
     return end;
@@ -103,17 +142,8 @@ class Run {
   bool run_together(size_t begin, size_t end) {
     PlannedConvs planned(threads_);
     if (plan_convs(begin, end, &planned) != end || !planned.run()) return false;
-    if (recorder_) recorder_->add(begin, planned.convs(), values());
+    if (recorder_) recorder_->ran_together(begin, end);
     return true;
-  }
-
-  void run_alone(size_t i) {
-    if (!recorder_ || prepared_.calls[i].name != "conv") return run_call(i);
-    PlannedConvs planned(threads_);
-    run_call(i);
-    if (planned.size() == 0) return;  // there is nothing to compute
-    run_ready(planned.convs().front());
-    recorder_->add(i, planned.convs(), values());
   }
 
   // Up to one that has no outputs, or whose result is too small. Of the results, the last one's is there.
@@ -144,7 +174,7 @@ class Run {
   const int64_t threads_ = max_threads();
   const bool on_cpu_ = current_offload() == nullptr;
   std::vector<Tensor> results_;
-  std::unique_ptr<ConvRecorder> recorder_;  // where nothing is known of such tensors yet
+  std::unique_ptr<Recorder> recorder_;  // where such tensors come again
 };
 
 void chain(StableIValue* stack, uint64_t, uint64_t) {

@@ -32,6 +32,19 @@ ConvLayout weight_layout(const ConvArguments& arguments) {
   return conv_layout(kOp, "weight_size", sizes.view(), arguments.geometry.groups);
 }
 
+void note(const ReadyConv& conv, const ConvArguments& arguments) {
+  NotedCall* noted = note_call(&run_ready, conv);
+  if (noted == nullptr) return;
+  const Epilogue& epilogue = conv.call.epilogue;
+  noted->reads(conv.call.input.data, arguments.input);
+  noted->reads(conv.rows.data, arguments.input);
+  noted->reads(conv.call.weight, arguments.packed);
+  noted->reads(epilogue.bias.data, arguments.bias);
+  noted->reads(epilogue.scale.data, arguments.after.scale);
+  noted->reads(epilogue.other, arguments.after.fused.other);
+  noted->writes(epilogue.out, 0);
+}
+
 Tensor conv(Stack stack) {
   ConvArguments arguments{stack};
   Tensor& input = arguments.input;
@@ -50,7 +63,11 @@ Tensor conv(Stack stack) {
                 PackedWeight(header, arguments.packed.data()),
                 {}};
   arguments.after.set(kOp, input, layout.out, &call.epilogue);
-  Tensor out = run_into_images(kOp, &input, &arguments.bias, &arguments.after.fused, layout, &call);
+  Tensor out = complete_call(kOp, &input, &arguments.bias, &arguments.after.fused, layout, &call);
+  if (out.numel() == 0) return out;
+  const ReadyConv ready = ready_conv(call, input, layout);
+  note(ready, arguments);
+  run_or_plan(ready);
   if (PlannedConvs* planned = PlannedConvs::current()) {
     for (Tensor* read : {&input, &arguments.bias, &arguments.after.scale, &arguments.after.fused.other}) {
       planned->keep(std::move(*read));

@@ -127,23 +127,24 @@ Tensor conv_output(const char* op, Tensor* bias, FusedArguments* fused, const in
   return out;
 }
 
-Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArguments* fused, const ConvLayout& layout,
-                       ConvCall* call) {
+Tensor complete_call(const char* op, Tensor* input, Tensor* bias, FusedArguments* fused, const ConvLayout& layout,
+                     ConvCall* call) {
   int64_t sizes[5] = {call->images, layout.out};
   for (int64_t i = 0; i < layout.dims; ++i) sizes[2 + i] = call->input.out[3 - layout.dims + i];
   Tensor out = conv_output(op, bias, fused, sizes, layout.dims + 2, &call->epilogue);
-  if (out.numel() > 0) {
-    set_input(input, &call->input, takes_any_layout(*call, layout));
-    run_conv(*call, *input, layout);
-  }
+  if (out.numel() > 0) set_input(input, &call->input, takes_any_layout(*call, layout));
   return out;
 }
 
-void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
+ReadyConv ready_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
   ReadyConv conv{call, layout.depthwise};
   conv.is_product = is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &conv.rows));
   conv.rows.data = call.input.data;
   conv.rows.dtype = call.input.dtype;
+  return conv;
+}
+
+void run_or_plan(const ReadyConv& conv) {
   if (PlannedConvs* planned = PlannedConvs::current()) return planned->add(conv);
   run_ready(conv);
 }

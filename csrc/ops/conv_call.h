@@ -41,9 +41,9 @@ struct ConvAfter {
 Tensor conv_output(const char* op, Tensor* bias, FusedArguments* fused, const int64_t* sizes, int64_t dims,
                    Epilogue* epilogue);
 
-// The same for a call that is complete but for this and the input's data, and its run.
-Tensor run_into_images(const char* op, Tensor* input, Tensor* bias, FusedArguments* fused, const ConvLayout& layout,
-                       ConvCall* call);
+// The same for a call that is complete but for this and the input's data, if there is anything to compute.
+Tensor complete_call(const char* op, Tensor* input, Tensor* bias, FusedArguments* fused, const ConvLayout& layout,
+                     ConvCall* call);
 
 // A call and the kernel that it is for: where it collapses to a product, that of these rows. Max pooling is a call without
 // weights: where it follows a convolution, both may be done in bands (conv_bands.h).
@@ -56,6 +56,8 @@ struct ReadyConv {
 void run_ready(const ReadyConv& conv);
 
 // `input`: the tensor that the call's view is of.
-void run_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout);
+ReadyConv ready_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout);
+// Runs it, or plans it where that is being done.
+void run_or_plan(const ReadyConv& conv);
 
 }  // namespace xopt::ops

@@ -127,7 +127,7 @@ void run_phases(const ConvTransposeArguments& arguments, const ConvPhases& phase
         epilogue};
     const OutPositions positions = phase_positions(phases, place, out, &call.epilogue);
     call.epilogue.positions = &positions;
-    run_conv(call, arguments.input, layout);
+    run_or_plan(ready_conv(call, arguments.input, layout));
   }
 }
 

@@ -309,6 +309,16 @@ Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call, bool m
   return out;
 }
 
+NotedCall* note_gemm(const GemmCall& call, const Tensor& input, const Tensor& packed, const Tensor& bias) {
+  NotedCall* noted = note_call(&run_gemm, call);
+  if (noted == nullptr) return nullptr;
+  noted->reads(call.a.data, input);
+  noted->reads(call.weight, packed);
+  noted->reads(call.epilogue.bias.data, bias);
+  noted->writes(call.epilogue.out, 0);
+  return noted;
+}
+
 void run_gemm(const GemmCall& call) {
   if (call.m == 0 || call.weight.n == 0) return;
   switch (call.weight.dtype) {

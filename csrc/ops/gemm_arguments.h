@@ -4,6 +4,7 @@
 
 #include "kernels/gemm.h"
 #include "ops/check.h"
+#include "ops/noted_call.h"
 
 namespace xopt::ops {
 
@@ -70,5 +71,7 @@ void set_output_type(const char* op, DType dtype, double scale, int64_t zero_poi
 void run_gemm(const GemmCall& call);
 // Runs it into a new output of `input`'s leading dimensions.
 Tensor run_into_rows(const char* op, const Tensor& input, GemmCall* call, bool may_space_rows = false);
+// What has been run so: the rest of the epilogue is for the operator to say. nullptr: nobody wants to know.
+NotedCall* note_gemm(const GemmCall& call, const Tensor& input, const Tensor& packed, const Tensor& bias);
 
 }  // namespace xopt::ops

@@ -3,6 +3,7 @@
 
 #include "ops/gemm_arguments.h"
 #include "ops/images.h"
+#include "ops/noted_call.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
 
@@ -13,7 +14,10 @@ constexpr const char* kOp = "group_norm";
 constexpr NamedValue<Activation> kActivations[] = {
     {"none", Activation::none}, {"relu", Activation::relu}, {"silu", Activation::silu}};
 
-Kernel<GroupNormFn> kernel("group_norm", "f32");
+void run(const GroupNormCall& call) {
+  static Kernel<GroupNormFn> kernel("group_norm", "f32");
+  kernel(call);
+}
 
 struct GroupNormArguments {
   explicit GroupNormArguments(Stack stack)
@@ -93,7 +97,14 @@ Tensor group_norm(Stack stack) {
     if (!is_dense(input)) input = input.channels_last_copy();
     call.input = input.data();
     call.positions = input.numel() / (call.images * call.channels);
-    kernel(call);
+    run(call);
+    if (NotedCall* noted = note_call(&run, call)) {
+      noted->reads(call.input, input);
+      noted->reads(call.weight.data, arguments.weight);
+      noted->reads(call.bias.data, arguments.bias);
+      noted->reads(call.shift.data, arguments.shift);
+      noted->writes(call.out, 0);
+    }
   }
   return out;
 }

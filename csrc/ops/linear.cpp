@@ -62,7 +62,12 @@ Tensor linear(Stack stack) {
       output_dtype(kOp, arguments.out_dtype, input, {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
   set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
 
-  return run_into_rows(kOp, input, &call, stack.may_space_rows());
+  Tensor out = run_into_rows(kOp, input, &call, stack.may_space_rows());
+  if (NotedCall* noted = note_gemm(call, input, arguments.packed, arguments.bias)) {
+    noted->reads(epilogue.scale.data, arguments.scale);
+    noted->reads(epilogue.other, arguments.fused.other);
+  }
+  return out;
 }
 
 const ChainableOp chainable("linear", &linear, Reads::rows);
@@ -101,7 +106,11 @@ Tensor linear_gated(Stack stack) {
   epilogue.up_bias = column_vector(kOp, "up_bias", &arguments.up_bias, n);
   epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
 
-  return run_into_rows(kOp, input, &call, stack.may_space_rows());
+  Tensor out = run_into_rows(kOp, input, &call, stack.may_space_rows());
+  if (NotedCall* noted = note_gemm(call, input, arguments.packed, arguments.gate_bias)) {
+    noted->reads(epilogue.up_bias.data, arguments.up_bias);
+  }
+  return out;
 }
 
 const ChainableOp chainable_gated("linear_gated", &linear_gated, Reads::rows);
@@ -162,6 +171,12 @@ Pair linear_norm(Stack stack) {
                                     : Tensor::empty(&no_elements, 1, epilogue.out_dtype);
   epilogue.sum = arguments.return_sum ? sum.mutable_data() : nullptr;
   Tensor out = run_into_rows(kOp, input, &call);
+  if (NotedCall* noted = note_gemm(call, input, arguments.packed, arguments.bias)) {
+    noted->reads(epilogue.other, arguments.residual);
+    noted->reads(epilogue.norm_weight.data, arguments.norm_weight);
+    noted->reads(epilogue.norm_bias.data, arguments.norm_bias);
+    noted->writes(epilogue.sum, 1);
+  }
   return {std::move(out), std::move(sum)};
 }
 

@@ -2,6 +2,7 @@
 #include "kernels/norm.h"
 
 #include "ops/gemm_arguments.h"
+#include "ops/noted_call.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
 
@@ -50,8 +51,12 @@ RowsView residual_view(const char* op, Tensor* residual, const Tensor& input) {
   return rows_view(op, "residual", residual, kFloating);
 }
 
-Pair run_norm(const char* op, Norm norm, NormArguments arguments) {
+void run(const NormCall& call) {
   static Kernel<NormFn> kernel("norm", "f32");
+  if (call.rows > 0 && call.columns > 0) kernel(call);
+}
+
+Pair run_norm(const char* op, Norm norm, NormArguments arguments) {
   Tensor& input = arguments.input;
   check_no_gradient({{op, "input", input},
                      {op, "weight", arguments.weight},
@@ -78,7 +83,15 @@ Pair run_norm(const char* op, Norm norm, NormArguments arguments) {
   call.out = out.mutable_data();
   call.sum = arguments.return_sum ? sum.mutable_data() : nullptr;
   call.sum_dtype = call.input.dtype;
-  if (call.rows > 0 && call.columns > 0) kernel(call);
+  run(call);
+  if (NotedCall* noted = note_call(&run, call)) {
+    noted->reads(call.input.data, input);
+    noted->reads(call.residual.data, arguments.residual);
+    noted->reads(call.weight.data, arguments.weight);
+    noted->reads(call.bias.data, arguments.bias);
+    noted->writes(call.out, 0);
+    noted->writes(call.sum, 1);
+  }
   return {std::move(out), std::move(sum)};
 }
 

@@ -15,7 +15,10 @@ constexpr const char* kOp = "pool";
 constexpr const char* kAdaptive = "adaptive_pool";
 constexpr NamedValue<Pool> kKinds[] = {{"max", Pool::max}, {"average", Pool::average}};
 
-Kernel<PoolFn> pool_kernel("pool", "f32");
+void run(const PoolCall& call) {
+  static Kernel<PoolFn> kernel("pool", "f32");
+  kernel(call);
+}
 
 struct PoolArguments {
   explicit PoolArguments(Stack stack)
@@ -111,6 +114,18 @@ ReadyConv as_conv(const PoolCall& pool) {
   return conv;
 }
 
+void note(NotedCall* noted, const void* const& from, void* const& to, const Tensor& input) {
+  if (noted == nullptr) return;
+  noted->reads(from, input);
+  noted->writes(to, 0);
+}
+
+void plan(const ReadyConv& conv, Tensor* input) {
+  note(note_call(&run_ready, conv), conv.call.input.data, conv.call.epilogue.out, *input);
+  PlannedConvs::current()->add(conv);
+  PlannedConvs::current()->keep(std::move(*input));
+}
+
 // The output of a call whose output positions are known.
 Tensor pooled(Tensor* input, DType dtype, PoolCall* call) {
   int64_t sizes[5] = {call->images, call->input.channels};
@@ -119,11 +134,11 @@ Tensor pooled(Tensor* input, DType dtype, PoolCall* call) {
   call->out = out.mutable_data();
   if (out.numel() > 0) {
     set_input(input, &call->input);
-    if (PlannedConvs* planned = PlannedConvs::current()) {
-      planned->add(as_conv(*call));  // plans nothing but max pooling (may_band in prepared.cpp)
-      planned->keep(std::move(*input));
+    if (PlannedConvs::current() != nullptr) {
+      plan(as_conv(*call), input);  // nothing but max pooling (may_band in prepared.cpp)
     } else {
-      pool_kernel(*call);
+      run(*call);
+      note(note_call(&run, *call), call->input.data, call->out, *input);
     }
   }
   return out;

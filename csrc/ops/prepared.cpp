@@ -188,20 +188,6 @@ PreparedCall read_call(std::string_view line, const std::vector<PreparedCall>& c
   return call;
 }
 
-// Calls read(place) for each result that a call takes, or takes a size of.
-template <class Read>
-void each_result(const PreparedCall& call, const Read& read) {
-  for (const PreparedArgument& argument : call.arguments) {
-    if (argument.kind == PreparedArgument::Kind::result) read(static_cast<size_t>(argument.integer));
-    for (const SizeOf& size : argument.sizes) {
-      if (size.size.is_result) read(size.size.place);
-      for (const SizeOf::Then& then : size.then) {
-        if (then.size && then.size->is_result) read(then.size->place);
-      }
-    }
-  }
-}
-
 // A result is needed until the last call that reads it, or by the caller.
 void find_last_uses(PreparedCalls* prepared) {
   std::vector<size_t> last(prepared->calls.size() * kMostResults);
@@ -271,8 +257,7 @@ PreparedCalls read_calls(std::string_view text) {
   find_runs(&prepared);
   find_rows(&prepared);
   prepared.notes = std::make_unique<std::atomic<uint64_t>[]>(prepared.calls.size());
-  const auto is_conv = [](const PreparedCall& call) { return call.name == "conv"; };
-  if (std::any_of(prepared.calls.begin(), prepared.calls.end(), is_conv)) prepared.recordings = new_recordings();
+  prepared.recordings = new_recordings();
   return prepared;
 }
 
@@ -287,11 +272,32 @@ struct ShortHash {
 
 }  // namespace
 
+namespace {
+
+PreparedCall chainable(const char* name, Reads reads) {
+  PreparedCall call;
+  call.name = name;
+  call.reads = reads;
+  return call;
+}
+
+}  // namespace
+
 ChainableOp::ChainableOp(const char* name, Chainable* op, Reads reads) {
-  chainable_ops().emplace(name, PreparedCall{name, op, nullptr, reads, {}, {}, 1, false});
+  PreparedCall call = chainable(name, reads);
+  call.op = op;
+  chainable_ops().emplace(name, std::move(call));
 }
 ChainableOp::ChainableOp(const char* name, ChainablePair* op, Reads reads) {
-  chainable_ops().emplace(name, PreparedCall{name, nullptr, op, reads, {}, {}, 1, false});
+  PreparedCall call = chainable(name, reads);
+  call.pair = op;
+  chainable_ops().emplace(name, std::move(call));
+}
+ChainableView::ChainableView(const char* name, Chainable* op) {
+  PreparedCall call = chainable(name, Reads::any);
+  call.op = op;
+  call.is_view = true;
+  chainable_ops().emplace(name, std::move(call));
 }
 
 void PreparedCall::run(const Stack& stack, Tensor* results) const {
@@ -362,12 +368,17 @@ Tensor Stack::prepared_tensor() {
   const PreparedArgument& argument = prepared(Kind::tensor);
   const bool is_result = argument.kind == Kind::result;
   const Tensor& tensor = prepared_tensor(is_result, static_cast<size_t>(argument.integer), argument.word);
-  if (!argument.is_part) return tensor.borrow();
+  if (!argument.is_part) return as_argument(tensor.borrow());
   if (tensor.dims() != 1 || tensor.size(0) < argument.end) {
     fail_calls("expected elements of a tensor in ", argument.word, ", got one of shape ", tensor.shape_text());
   }
   const int64_t count = argument.end - argument.begin;
-  return tensor.view(&count, tensor.strides(), 1, argument.begin * tensor.stride(0));
+  return as_argument(tensor.view(&count, tensor.strides(), 1, argument.begin * tensor.stride(0)));
+}
+
+Tensor Stack::as_argument(Tensor tensor) const {
+  tensor.set_argument(static_cast<int>(taken_) - 1);
+  return tensor;
 }
 
 int64_t Stack::prepared_size(const TensorSize& size, std::string_view word) const {

@@ -37,6 +37,12 @@ class ChainableOp {
   ChainableOp(const char* name, ChainablePair* op, Reads reads = Reads::any);
 };
 
+// The same of a call that gives a view of its first argument wherever there is one.
+class ChainableView {
+ public:
+  ChainableView(const char* name, Chainable* op);
+};
+
 // The same operator as torch calls it.
 template <auto* op>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -57,6 +63,7 @@ struct PreparedCall {
   Chainable* op = nullptr;        // one of
   ChainablePair* pair = nullptr;  // the two
   Reads reads = Reads::any;
+  bool is_view = false;
   std::vector<PreparedArgument> arguments;
   std::vector<size_t> unused_after;  // the results, by their places, that neither a later call nor the caller reads
   // How many calls that may be done in bands begin with this one, of which each has the one before's result for its first
@@ -66,7 +73,7 @@ struct PreparedCall {
   bool read_by_rows = false;
 };
 
-class Recordings;  // ops/conv_replay.h
+class Recordings;  // ops/replay.h
 std::shared_ptr<Recordings> new_recordings();
 
 // A result's place: kMostResults for each call before its own, and one for each of its call's before it.
@@ -75,9 +82,23 @@ struct PreparedCalls {
   std::vector<size_t> returned;  // results by their places
   // For each call what its run found out last, for the next one; 0 at first (ops/chain.cpp).
   std::unique_ptr<std::atomic<uint64_t>[]> notes;
-  // How its convolutions were run before; nullptr where there are none.
+  // How it was run before.
   std::shared_ptr<Recordings> recordings;
 };
+
+// Calls read(place) for each result that a call takes, or takes a size of.
+template <class Read>
+void each_result(const PreparedCall& call, const Read& read) {
+  for (const PreparedArgument& argument : call.arguments) {
+    if (argument.kind == PreparedArgument::Kind::result) read(static_cast<size_t>(argument.integer));
+    for (const SizeOf& size : argument.sizes) {
+      if (size.size.is_result) read(size.size.place);
+      for (const SizeOf::Then& then : size.then) {
+        if (then.size && then.size->is_result) read(then.size->place);
+      }
+    }
+  }
+}
 
 // Of this text, which is read when it is first met.
 std::shared_ptr<const PreparedCalls> prepared_calls(std::string_view text);

@@ -68,7 +68,9 @@ void qconv(StableIValue* stack, uint64_t, uint64_t) {
       parse_dtype(kOp, "out_dtype", arguments.out_dtype, {DType::f32, DType::bf16, DType::f16, DType::s8, DType::u8});
   set_output_type(kOp, out_dtype, arguments.output_scale, arguments.output_zero_point, &epilogue);
 
-  return_tensor(stack, 0, run_into_images(kOp, &input, &arguments.bias, &arguments.fused, layout, &call));
+  Tensor out = complete_call(kOp, &input, &arguments.bias, &arguments.fused, layout, &call);
+  if (out.numel() > 0) run_or_plan(ready_conv(call, input, layout));
+  return_tensor(stack, 0, std::move(out));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include "kernels/rotary.h"
 
 #include "ops/check.h"
+#include "ops/noted_call.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
 
@@ -53,8 +54,12 @@ int64_t rotated_columns(const Tensor& cos, int64_t depth) {
   return rotated;
 }
 
-Pair rotary(Stack arguments) {
+void run(const RotaryCall& call) {
   static Kernel<RotaryFn> kernel("rotary", "f32");
+  if (call.batch * call.positions * call.depth * (call.tensors[0].heads + call.tensors[1].heads) > 0) kernel(call);
+}
+
+Pair rotary(Stack arguments) {
   Tensor query(arguments.tensor()), key(arguments.tensor()), cos(arguments.tensor()), sin(arguments.tensor());
   const bool interleaved = arguments.boolean();
   check_no_gradient({{kOp, "query", query}, {kOp, "key", key}, {kOp, "cos", cos}, {kOp, "sin", sin}});
@@ -76,7 +81,14 @@ Pair rotary(Stack arguments) {
 
   Tensor outs[] = {Tensor::empty(query.sizes(), 4, call.dtype), Tensor::empty(key.sizes(), 4, call.dtype)};
   for (int i = 0; i < 2; ++i) call.tensors[i].out = outs[i].mutable_data();
-  if (query.numel() + key.numel() > 0) kernel(call);
+  run(call);
+  if (NotedCall* noted = note_call(&run, call)) {
+    noted->reads(call.tensors[0].data, query);
+    noted->reads(call.tensors[1].data, key);
+    noted->reads(call.cos.data, cos);
+    noted->reads(call.sin.data, sin);
+    for (int i = 0; i < 2; ++i) noted->writes(call.tensors[i].out, i);
+  }
   return {std::move(outs[0]), std::move(outs[1])};
 }
 

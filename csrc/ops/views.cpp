@@ -165,9 +165,9 @@ Tensor contiguous_unless_channels_last(Stack stack) {
   return tensor.is_contiguous() || is_dense_channels_last(tensor) ? reference(tensor) : tensor.contiguous_copy();
 }
 
-const ChainableOp chainable_unflatten("unflatten", &unflatten),
+const ChainableView chainable_unflatten("unflatten", &unflatten),
     chainable_unless("contiguous_unless_channels_last", &contiguous_unless_channels_last);
-const ChainableOp chainable_reshape("reshape", &reshape), chainable_flatten("flatten", &flatten),
+const ChainableView chainable_reshape("reshape", &reshape), chainable_flatten("flatten", &flatten),
     chainable_contiguous("contiguous", &contiguous);
 
 // ---- Other strides -------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ Tensor select(Stack stack) {
   return without(tensor, selected).of(tensor, index * tensor.stride(selected));
 }
 
-const ChainableOp chainable_permute("permute", &permute), chainable_transpose("transpose", &transpose),
+const ChainableView chainable_permute("permute", &permute), chainable_transpose("transpose", &transpose),
     chainable_unsqueeze("unsqueeze", &unsqueeze), chainable_squeeze("squeeze", &squeeze),
     chainable_narrow("narrow", &narrow), chainable_select("select", &select);
 

@@ -1,0 +1,363 @@
+// See replay.h.
+#include "ops/replay.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops/conv_bands.h"
+#include "runtime/replays.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr uintptr_t kAlignment = 64;  // of the block's parts, and what kernels want of packed weights
+
+// From its first element to its last; 0 of dtypes that kernels know nothing of.
+int64_t bytes_spanned(const Tensor& tensor) {
+  const std::optional<DType> dtype = dtype_from_torch(tensor.dtype_code());
+  return dtype ? elements_spanned(tensor.sizes(), tensor.strides(), tensor.dims()) * dtype_size(*dtype) : 0;
+}
+
+// A result's place in the block, for the steps while which somebody reads it.
+struct Placed {
+  size_t result, from, until;
+  int64_t begin, end;
+};
+
+// The lowest place that is free all the time.
+void place(std::vector<Placed>* all, size_t result, size_t from, size_t until, int64_t bytes) {
+  std::vector<Placed> busy;
+  for (const Placed& other : *all) {
+    if (other.from <= until && from <= other.until) busy.push_back(other);
+  }
+  std::sort(busy.begin(), busy.end(), [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
+  int64_t begin = 0;
+  for (const Placed& other : busy) {
+    if (other.begin >= begin + bytes) break;
+    begin = std::max(begin, other.end);
+  }
+  all->push_back({result, from, until, begin, begin + bytes});
+}
+
+}  // namespace
+
+std::vector<int64_t> sizes_of(const Tensors& tensors, int64_t threads) {
+  std::vector<int64_t> sizes;
+  sizes.reserve(static_cast<size_t>(tensors.size()) * 8 + 1);
+  sizes.push_back(threads);
+  for (int64_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
+    sizes.push_back(tensor.dims());
+    sizes.push_back(tensor.dtype_code());
+    sizes.push_back(tensor.on_cpu() ? 1 : 0);
+    for (int64_t dim = 0; dim < tensor.dims(); ++dim) {
+      sizes.push_back(tensor.size(dim));
+      sizes.push_back(tensor.stride(dim));
+    }
+  }
+  return sizes;
+}
+
+std::vector<const uint8_t*> data_of(const Tensors& tensors) {
+  std::vector<const uint8_t*> data(static_cast<size_t>(tensors.size()));
+  for (size_t i = 0; i < data.size(); ++i) {
+    data[i] = static_cast<const uint8_t*>(tensors[static_cast<int64_t>(i)].data());
+  }
+  return data;
+}
+
+// ---- Recordings ------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Recordings> new_recordings() { return std::make_shared<Recordings>(); }
+
+std::shared_ptr<const Recording> Recordings::find(const std::vector<int64_t>& sizes,
+                                                  const std::vector<const uint8_t*>& tensors) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const std::shared_ptr<const Recording>& recording : all_) {
+    if (recording->sizes == sizes && recording->fits(tensors)) return recording;
+  }
+  return nullptr;
+}
+
+bool Recordings::come_again(const std::vector<int64_t>& sizes) {
+  uint64_t hash = 14695981039346656037U;
+  for (const int64_t size : sizes) hash = (hash ^ static_cast<uint64_t>(size)) * 1099511628211U;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::find(seen_.begin(), seen_.end(), hash) != seen_.end()) return true;
+  seen_[next_] = hash;
+  next_ = (next_ + 1) % seen_.size();
+  return false;
+}
+
+void Recordings::add(std::shared_ptr<const Recording> recording) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (all_.size() >= kMost) all_.clear();
+  all_.push_back(std::move(recording));
+}
+
+// The kernels will have pushed all headers out of the caches; they come back together.
+bool Recording::fits(const std::vector<const uint8_t*>& tensors) const {
+  for (const auto& [tensor, header] : packed) __builtin_prefetch(tensors[tensor]);
+  for (const auto& [tensor, header] : packed) {
+    if (reinterpret_cast<uintptr_t>(tensors[tensor]) % kAlignment != 0) return false;
+    if (std::memcmp(tensors[tensor], &header, sizeof(header)) != 0) return false;
+  }
+  return true;
+}
+
+// ---- What is noted ---------------------------------------------------------------------------------------------------
+
+Recorder::Recorder(const PreparedCalls& prepared, const Tensors& tensors)
+    : prepared_(prepared), seen_(prepared.calls.size()), results_(prepared.calls.size() * kMostResults) {
+  for (int64_t i = 0; i < tensors.size(); ++i) {
+    tensors_.push_back({static_cast<const uint8_t*>(tensors[i].data()), bytes_spanned(tensors[i])});
+  }
+}
+
+void Recorder::ran(size_t call, NotedCalls noted, const std::vector<Tensor>& results) {
+  SeenCall seen{std::move(noted), true, 1};
+  const PreparedCall& prepared = prepared_.calls[call];
+  for (size_t own = 0; own < prepared.results(); ++own) {
+    const size_t place = call * kMostResults + own;
+    seen.is_known &= see_result(place, results[place]);
+  }
+  if (prepared.is_view) {
+    seen.is_known = seen.is_known && see_through(call);
+  } else {
+    seen.is_known &= !seen.noted.empty();
+    for (const std::unique_ptr<NotedCall>& each : seen.noted) {
+      for (NotedCall::Pointer& pointer : each->pointers) seen.is_known &= find(call, &pointer);
+      for (const NotedCall::Packed& packed : each->packed) {
+        const bool given = packed.argument >= 0;
+        seen.is_known &=
+            given && prepared.arguments[static_cast<size_t>(packed.argument)].kind == PreparedArgument::Kind::tensor;
+      }
+    }
+  }
+  seen_[call] = std::move(seen);
+}
+
+bool Recorder::see_result(size_t place, const Tensor& result) {
+  if (!result) return false;
+  const std::optional<DType> dtype = dtype_from_torch(result.dtype_code());
+  if (!dtype) return false;
+  SeenResult& seen = results_[place];
+  seen.root = {Where::In::result, place, 0};
+  seen.memory = {static_cast<const uint8_t*>(result.data()), bytes_spanned(result)};
+  seen.like = {place,
+               {result.sizes(), result.sizes() + result.dims()},
+               {result.strides(), result.strides() + result.dims()},
+               *dtype};
+  return true;
+}
+
+// Of a call that gives a view, or a copy where there is no such view, which lies elsewhere.
+bool Recorder::see_through(size_t call) {
+  SeenResult& seen = results_[call * kMostResults];
+  const PreparedArgument& given = prepared_.calls[call].arguments.front();
+  const auto place = static_cast<size_t>(given.integer);
+  const Memory& whole = given.kind == PreparedArgument::Kind::result ? results_[place].memory : tensors_[place];
+  const Memory& part = seen.memory;
+  if (part.bytes == 0 || part.data < whole.data || part.data + part.bytes > whole.data + whole.bytes) return false;
+  seen.root = root_of(given, part.data);
+  return true;
+}
+
+// Of a tensor or a result that is an argument: where something in it is.
+Where Recorder::root_of(const PreparedArgument& argument, const uint8_t* data) const {
+  const auto place = static_cast<size_t>(argument.integer);
+  if (argument.kind == PreparedArgument::Kind::tensor) {
+    return {Where::In::tensor, place, data - tensors_[place].data};
+  }
+  Where where = results_[place].root;
+  where.bytes += data - results_[place].memory.data;
+  return where;
+}
+
+bool Recorder::find(size_t call, NotedCall::Pointer* pointer) const {
+  const auto* value = static_cast<const uint8_t*>(pointer->value);
+  if (pointer->result >= 0) {
+    const size_t place = call * kMostResults + static_cast<size_t>(pointer->result);
+    pointer->where = {Where::In::result, place, value - results_[place].memory.data};
+    return true;
+  }
+  if (pointer->argument < 0) return false;  // a copy that was made of an argument
+  pointer->where = root_of(prepared_.calls[call].arguments[static_cast<size_t>(pointer->argument)], value);
+  return true;
+}
+
+// ---- What becomes of it ----------------------------------------------------------------------------------------------
+
+bool Recorder::is_known(size_t begin, size_t end) const {
+  return std::all_of(seen_.begin() + static_cast<std::ptrdiff_t>(begin),
+                     seen_.begin() + static_cast<std::ptrdiff_t>(end),
+                     [](const SeenCall& seen) { return seen.is_known; });
+}
+
+// From the last on: a view that nobody needs as a tensor is none, and results are tensors where somebody does.
+std::vector<RecordedStep> Recorder::steps() {
+  std::vector<RecordedStep> steps;
+  for (size_t begin = 0; begin < seen_.size(); begin += seen_[begin].together) {
+    steps.emplace_back();
+    steps.back().begin = begin;
+    steps.back().end = begin + seen_[begin].together;
+  }
+  std::vector<bool> is_tensor(results_.size());
+  for (const size_t result : prepared_.returned) is_tensor[result] = true;
+  for (size_t i = steps.size(); i-- > 0;) {
+    RecordedStep& step = steps[i];
+    const bool is_view = prepared_.calls[step.begin].is_view;
+    const bool is_known = this->is_known(step.begin, step.end);
+    if (is_known && is_view && !is_tensor[step.begin * kMostResults]) {
+      steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(i));
+    } else if (is_known && !is_view) {
+      take_noted(&step, is_tensor);
+    } else {
+      for (size_t call = step.begin; call < step.end; ++call) {
+        each_result(prepared_.calls[call], [&](size_t read) { is_tensor[read] = true; });
+      }
+    }
+  }
+  return steps;
+}
+
+void Recorder::take_noted(RecordedStep* step, const std::vector<bool>& is_tensor) {
+  const size_t first_own = step->begin * kMostResults, last_own = (step->end - 1) * kMostResults;
+  for (size_t call = step->begin; call < step->end; ++call) {
+    for (std::unique_ptr<NotedCall>& noted : seen_[call].noted) {
+      // What lies between convolutions that are run together is theirs.
+      for (NotedCall::Pointer& pointer : noted->pointers) {
+        const Where& where = pointer.where;
+        if (where.in == Where::In::result && where.place >= first_own && where.place < last_own) pointer.where = {};
+      }
+      step->noted.push_back(std::move(noted));
+    }
+  }
+  for (size_t own = 0; own < kMostResults; ++own) {
+    if (is_tensor[last_own + own]) step->results.push_back(results_[last_own + own].like);
+  }
+}
+
+std::shared_ptr<const Recording> Recorder::finish(std::vector<int64_t> sizes) {
+  auto recording = std::make_shared<Recording>();
+  recording->sizes = std::move(sizes);
+  recording->steps = steps();
+  for (const RecordedStep& step : recording->steps) {
+    for (size_t i = 0; i < step.noted.size(); ++i) {
+      // Where several were noted they are one call's, or convolutions that were run together, of which each notes one.
+      const size_t call = step.end - step.begin > 1 ? step.begin + i : step.begin;
+      for (const NotedCall::Packed& packed : step.noted[i]->packed) {
+        const PreparedArgument& given = prepared_.calls[call].arguments[static_cast<size_t>(packed.argument)];
+        recording->packed.emplace_back(static_cast<size_t>(given.integer), packed.header);
+      }
+    }
+  }
+  place_results(recording.get());
+  return recording;
+}
+
+void Recorder::place_results(Recording* recording) const {
+  std::vector<RecordedStep>& steps = recording->steps;
+  const size_t none = steps.size();
+  std::vector<size_t> made(results_.size(), none), last(results_.size(), none);
+  std::vector<bool> is_tensor(results_.size());
+  const auto use = [&](size_t result, size_t step) {
+    made[result] = std::min(made[result], step);
+    last[result] = step;
+  };
+  for (size_t i = 0; i < steps.size(); ++i) {
+    for (const RecordedResult& result : steps[i].results) {
+      is_tensor[result.place] = true;
+      use(result.place, i);
+    }
+    for (const std::unique_ptr<NotedCall>& noted : steps[i].noted) {
+      for (const NotedCall::Pointer& pointer : noted->pointers) {
+        if (pointer.where.in == Where::In::result) use(pointer.where.place, i);
+      }
+    }
+    for (size_t call = steps[i].begin; steps[i].noted.empty() && call < steps[i].end; ++call) {
+      each_result(prepared_.calls[call], [&](size_t read) { use(read, i); });
+      for (size_t own = 0; own < prepared_.calls[call].results(); ++own) {
+        is_tensor[call * kMostResults + own] = true;
+        use(call * kMostResults + own, i);
+      }
+    }
+  }
+  for (const size_t result : prepared_.returned) last[result] = none;
+  std::vector<Placed> placed;
+  std::vector<int64_t> begins(results_.size());
+  for (size_t result = 0; result < results_.size(); ++result) {
+    if (is_tensor[result]) {
+      if (last[result] != none) steps[last[result]].unused_after.push_back(result);
+    } else if (made[result] != none) {
+      const int64_t bytes = round_up(results_[result].memory.bytes, static_cast<int64_t>(kAlignment));
+      place(&placed, result, made[result], last[result], bytes);
+      begins[result] = placed.back().begin;
+      recording->block_bytes = std::max(recording->block_bytes, placed.back().end);
+    }
+  }
+  for (RecordedStep& step : steps) {
+    for (const std::unique_ptr<NotedCall>& noted : step.noted) {
+      for (NotedCall::Pointer& pointer : noted->pointers) {
+        Where& where = pointer.where;
+        if (where.in != Where::In::result || is_tensor[where.place]) continue;
+        where = {Where::In::block, 0, begins[where.place] + where.bytes};
+      }
+    }
+  }
+}
+
+// ---- Replay ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// One after the other, where they are not run together any more: what one of them adds is the first one's input now, or
+// is that no longer.
+void run_apart(std::vector<ReadyConv> convs) {
+  std::vector<Tensor> between;
+  for (size_t i = 0; i < convs.size(); ++i) {
+    ConvCall& call = convs[i].call;
+    if (i > 0) call.input.data = convs[i].rows.data = between.back().data();
+    if (i + 1 < convs.size()) {
+      const Epilogue& e = call.epilogue;
+      const int64_t bytes = call.images * output_positions(call.input) * e.out_row_stride * dtype_size(e.out_dtype);
+      between.push_back(Tensor::empty(&bytes, 1, DType::u8));
+      call.epilogue.out = between.back().mutable_data();
+    }
+    run_ready(convs[i]);
+  }
+}
+
+void run_convs_together(const RecordedStep& step, int64_t threads, const Addresses& at) {
+  PlannedConvs together(threads);
+  for (const std::unique_ptr<NotedCall>& noted : step.noted) {
+    together.add(static_cast<const NotedCallOf<ReadyConv>&>(*noted).with(at));
+  }
+  if (!together.run()) run_apart(together.convs());
+}
+
+}  // namespace
+
+void RecordedStep::fetch() const {
+  constexpr size_t kLine = 64, kLines = 16;
+  for (const std::unique_ptr<NotedCall>& each : noted) {
+    const char* call = reinterpret_cast<const char*>(each.get());
+    for (size_t line = 0; line < kLines; ++line) __builtin_prefetch(call + line * kLine);
+  }
+}
+
+void replay(const RecordedStep& step, int64_t threads, const Addresses& at) {
+  for (const RecordedResult& made : step.results) {
+    at.results[made.place] = Tensor::empty_strided(made.sizes.data(), made.strides.data(),
+                                                   static_cast<int64_t>(made.sizes.size()), made.dtype);
+  }
+  if (step.end - step.begin > 1) {
+    run_convs_together(step, threads, at);
+  } else {
+    for (const std::unique_ptr<NotedCall>& noted : step.noted) noted->run(at);
+  }
+  count_replayed_calls(static_cast<int64_t>(step.noted.size()));
+  for (const size_t unused : step.unused_after) at.results[unused] = Tensor();
+}
+
+}  // namespace xopt::ops

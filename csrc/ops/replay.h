@@ -1,0 +1,111 @@
+// A chain as it was run before with tensors of the same sizes. On its way to the kernel a call is looked up, checked and
+// laid out, and its result is made a tensor, which together take as long as a small image's convolution. All that depends
+// on sizes alone, so what operators call kernels with is noted once (ops/noted_call.h); a later run puts in where its
+// tensors lie. Results that nobody but such calls reads share one block of memory, and views between them are nothing.
+#pragma once
+
+#include <array>
+#include <mutex>
+
+#include "ops/noted_call.h"
+#include "ops/prepared.h"
+
+namespace xopt::ops {
+
+// A result that becomes a tensor.
+struct RecordedResult {
+  size_t place = 0;
+  std::vector<int64_t> sizes, strides;
+  DType dtype = DType::f32;
+};
+
+// Calls of a chain: convolutions that are run together, or one.
+struct RecordedStep {
+  // Into the caches, while the step before is run.
+  void fetch() const;
+
+  size_t begin = 0, end = 0;
+  NotedCalls noted;  // none: it is run like for the first time
+  std::vector<RecordedResult> results;
+  std::vector<size_t> unused_after;  // results that are tensors and that nobody reads any more
+};
+
+struct Recording {
+  // Whether packed weights are of the same kind.
+  bool fits(const std::vector<const uint8_t*>& tensors) const;
+
+  std::vector<int64_t> sizes;  // what it is known by: everything of the chain's tensors but their values
+  std::vector<RecordedStep> steps;
+  std::vector<std::pair<size_t, PackedHeader>> packed;  // which tensors are packed weights
+  int64_t block_bytes = 0;
+};
+std::vector<int64_t> sizes_of(const Tensors& tensors, int64_t threads);
+std::vector<const uint8_t*> data_of(const Tensors& tensors);
+
+// Those of a chain.
+class Recordings {
+ public:
+  // nullptr where there is none for such tensors.
+  std::shared_ptr<const Recording> find(const std::vector<int64_t>& sizes,
+                                        const std::vector<const uint8_t*>& tensors) const;
+  // Whether such sizes are worth a recording: they have been asked about before. Texts that grow word by word have others
+  // each time.
+  bool come_again(const std::vector<int64_t>& sizes);
+  void add(std::shared_ptr<const Recording> recording);
+
+ private:
+  static constexpr size_t kMost = 32;
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<const Recording>> all_;
+  std::array<uint64_t, kMost> seen_{};  // hashes of sizes, the oldest at next_
+  size_t next_ = 0;
+};
+
+// Notes what is run.
+class Recorder {
+ public:
+  Recorder(const PreparedCalls& prepared, const Tensors& tensors);
+
+  // A call, and what its operator noted; its results are there, and so is what it read. What is said last about a call
+  // holds: convolutions are planned, maybe several times, before they are run.
+  void ran(size_t call, NotedCalls noted, const std::vector<Tensor>& results);
+  // Calls that have been run together, of which nobody else reads but the last one's result.
+  void ran_together(size_t begin, size_t end) { seen_[begin].together = end - begin; }
+
+  std::shared_ptr<const Recording> finish(std::vector<int64_t> sizes);
+
+ private:
+  struct Memory {
+    const uint8_t* data = nullptr;
+    int64_t bytes = 0;
+  };
+  struct SeenResult {
+    Where root;  // a tensor, or the result whose memory this is
+    Memory memory;
+    RecordedResult like;
+  };
+  struct SeenCall {
+    NotedCalls noted;
+    bool is_known = false;  // by what it noted, or as a view
+    size_t together = 1;
+  };
+
+  bool see_result(size_t place, const Tensor& result);
+  bool see_through(size_t call);
+  bool find(size_t call, NotedCall::Pointer* pointer) const;
+  Where root_of(const PreparedArgument& argument, const uint8_t* data) const;
+  bool is_known(size_t begin, size_t end) const;
+  std::vector<RecordedStep> steps();
+  void take_noted(RecordedStep* step, const std::vector<bool>& is_tensor);
+  void place_results(Recording* recording) const;
+
+  const PreparedCalls& prepared_;
+  std::vector<Memory> tensors_;
+  std::vector<SeenCall> seen_;
+  std::vector<SeenResult> results_;
+};
+
+// Runs a step that was noted; results that others read become tensors.
+void replay(const RecordedStep& step, int64_t threads, const Addresses& at);
+
+}  // namespace xopt::ops
