@@ -22,8 +22,10 @@ from tests.block_models import Attention, Gated, Mlp, X
 
 
 class BranchOnValue(Mlp):
+    """Of a layer: test_blocks_branches.py has those on what a forward is given."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.sum() > 0 else -x)
+        return super().forward(x if self.up(x).sum() > 0 else -x)
 
 
 class ItemOfValue(Mlp):

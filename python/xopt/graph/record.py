@@ -2,9 +2,9 @@
 
 No part of torch is patched: a `Symbol` answers torch's functions through `__torch_function__`, and knows an example of
 its value, so that dtypes and numbers of dimensions are real while sizes stay symbols. Where a forward branches on a
-size, or needs its number, that is recorded as an expectation, which other calls have to meet. Whatever cannot be said
-so (a branch on a value, an object that nobody has explained) ends the recording with `CannotRecord`, and the module
-keeps its own forward.
+size or on what its arguments say, or needs a size's number, that is recorded as an expectation, which other calls have
+to meet. Whatever cannot be said so (a branch on what a layer has computed, an object that nobody has explained) ends
+the recording with `CannotRecord`, and the module keeps its own forward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from xopt.graph.autocast import CASTS, is_own, widens
+from xopt.graph.branch import is_told_by_arguments, truth
 from xopt.graph.constants import Constants, are_same, values_in
 from xopt.graph.native import native
 from xopt.graph.parts import EXAMPLE as EXAMPLE
@@ -31,6 +32,7 @@ from xopt.graph.symbol import (
     SizeSymbol,
     Symbol,
     SymbolicSize,
+    depends_on_value,
     is_symbol,
     named_results,
     opaque_reads,
@@ -267,11 +269,21 @@ class Recorder:
         self._expect(function, self._nodes((left, right)), outcome)
         return outcome
 
+    def expect_truth(self, symbol: Symbol) -> bool:
+        """The same of a tensor of one value, on which a forward branches."""
+        example: torch.Tensor = symbol._example
+        if example.numel() != 1 or not is_told_by_arguments(symbol._node):
+            raise depends_on_value("a branch")
+        with torch._C.DisableTorchFunction():
+            outcome = bool(example)
+        self._expect(truth, (symbol._node, None), outcome)
+        return outcome
+
     def _expect(self, function: Any, nodes: tuple[Any, Any], outcome: bool) -> None:
         key = (function, *(node if isinstance(node, Node) else repr(node) for node in nodes))
         if key not in self._expected:
             if self.has_effects:  # a call that turned out to be another one could not be begun again
-                raise CannotRecord("it depends on a size after it has changed an object")
+                raise CannotRecord("it depends on a size or a value after it has changed an object")
             self.graph.call_function(expect, (function, *nodes, outcome))
             self._expected.add(key)
 

@@ -43,6 +43,10 @@ class CannotRecord(Exception):
             active.recorder.refuse(message)
 
 
+def depends_on_value(what: str) -> CannotRecord:
+    return CannotRecord(f"it depends on the value or the layout of a tensor or size ({what})")
+
+
 # What an object that is no tensor may be asked during a recording: by class and method, a function that tells what the
 # method would return without doing it. Integrations fill it.
 OpaqueRule = Callable[..., Any]
@@ -140,7 +144,7 @@ class Symbol:
         return self._recorder.record("call_method", "numel", (self,), {}, self._example.numel())
 
     def _refuse(self, what: str) -> Any:
-        raise CannotRecord(f"it depends on the value or the layout of a tensor or size ({what})")
+        raise depends_on_value(what)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OWN:
@@ -155,7 +159,7 @@ class Symbol:
 
     def __bool__(self) -> bool:
         if isinstance(self._example, torch.Tensor):
-            self._refuse("a branch")
+            return self._recorder.expect_truth(self)
         if _is_number(self):
             return bool(self._recorder.expect(operator.ne, self, 0))
         return self.__getattr__("__bool__")()  # type: ignore[no-any-return]

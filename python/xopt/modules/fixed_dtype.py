@@ -11,10 +11,14 @@ from torch.fx import Graph, Node
 from xopt.modules.chain import linkables
 from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, is_told_size
 
+_METHODS = ("float", "half", "bfloat16")
+
 
 def has_fixed_dtype(node: Node) -> bool:
     """Whether a call's kind or the graph itself tells its dtype: nobody knows that of what a cache gives."""
     if node.op in ("placeholder", "get_attr") or is_told_size(node):
+        return True
+    if is_cast(node) and (node.target in _METHODS or any(isinstance(each, torch.dtype) for each in _told(node))):
         return True
     if not is_call(node, operator.getitem, *linkables):
         return False
@@ -23,7 +27,11 @@ def has_fixed_dtype(node: Node) -> bool:
 
 def _names_a_dtype(cast: Node) -> bool:
     """And nothing else: no device, no layout, no wish for a copy."""
-    return all(isinstance(each, torch.dtype) for each in (*cast.args[1:], *cast.kwargs.values()))
+    return all(isinstance(each, torch.dtype) for each in _told(cast))
+
+
+def _told(cast: Node) -> tuple[Any, ...]:
+    return (*cast.args[1:], *cast.kwargs.values())
 
 
 class DropCast(Pattern):
