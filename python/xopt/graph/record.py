@@ -10,6 +10,7 @@ the recording with `CannotRecord`, and the module keeps its own forward.
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -260,6 +261,13 @@ class Recorder:
         node = self.graph.call_function(getattr, (symbol._node, name))
         node.meta[EXAMPLE] = _described(example)
         return Symbol(self, node, example)
+
+    def read_constant(self, symbol: Any, name: str) -> Any:
+        """What a program takes for granted of such an object: a flag, or a list of them."""
+        example = getattr(symbol._example, name)
+        node = self.graph.call_function(getattr, (symbol._node, name))
+        self._expect(operator.eq, (node, example), True)
+        return copy.copy(example)
 
     def expect(self, function: Any, left: Any, right: Any) -> Any:
         """What a comparison of sizes says in the recorded call, and has to say in others."""

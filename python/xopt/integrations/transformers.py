@@ -220,12 +220,22 @@ def _read(name: str) -> Callable[[Any], Any]:
     return lambda symbol: symbol._recorder.read(symbol, name)
 
 
-def _length(symbol: Any) -> Callable[..., Any]:
-    def get_seq_length(*layer: int) -> Any:
-        example = symbol._example.get_seq_length(*layer)
-        return symbol._recorder.record("call_method", "get_seq_length", (symbol, *layer), {}, example)
+def _sizes(name: str) -> Callable[[Any], Callable[..., Any]]:
+    """A method that answers with sizes, which grow with the cache."""
 
-    return get_seq_length
+    def read(symbol: Any) -> Callable[..., Any]:
+        def method(*given: Any) -> Any:
+            recorder = symbol._recorder
+            example = getattr(symbol._example, name)(*recorder.examples(given))
+            return recorder.record("call_method", name, (symbol, *given), {}, example)
+
+        return method
+
+    return read
+
+
+def _constant(name: str) -> Callable[[Any], Any]:
+    return lambda symbol: symbol._recorder.read_constant(symbol, name)
 
 
 def _has_layers(symbol: Any) -> Callable[[], bool]:
@@ -241,7 +251,10 @@ opaque_states[EncoderDecoderCache] = _state
 opaque_reads[EncoderDecoderCache, "is_updated"] = _kept("is_updated", _Updated)
 for _name in ("self_attention_cache", "cross_attention_cache"):
     opaque_reads[EncoderDecoderCache, _name] = _kept(_name, _read(_name))
-opaque_reads[Cache, "get_seq_length"] = _length
+for _name in ("get_seq_length", "get_query_offset", "get_mask_sizes"):
+    opaque_reads[Cache, _name] = _sizes(_name)
+for _name in ("is_sliding", "is_linear", "is_dummy", "is_compileable"):
+    opaque_reads[Cache, _name] = _constant(_name)
 opaque_reads[Cache, "__bool__"] = _has_layers
 opaque_reads[Cache, "layers"] = _read("layers")
 for _name in ("keys", "values"):
