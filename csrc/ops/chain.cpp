@@ -59,24 +59,32 @@ class Run {
     const std::vector<RecordedStep>& steps = recording.steps;
     for (size_t i = 0; i < steps.size();) {
       size_t end = i;
-      while (end < steps.size() && !steps[end].noted.empty()) ++end;
+      while (end < steps.size() && (!steps[end].noted.empty() || steps[end].is_view)) ++end;
       if (end > i) {
         replay_steps(steps, i, end, *addresses);
         i = end;
-        continue;
+      } else {
+        run_step(steps[i++]);
       }
-      run_part(steps[i].begin, steps[i].end, Unused::stay);
-      for (const size_t unused : steps[i].unused_after) results_[unused] = Tensor();
-      ++i;
     }
   }
 
-  void replay_steps(const std::vector<RecordedStep>& steps, size_t begin, size_t end,
-                    const Addresses& addresses) const {
+  // One that was not noted.
+  void run_step(const RecordedStep& step) {
+    run_part(step.begin, step.end, Unused::stay);
+    for (const size_t unused : step.unused_after) results_[unused] = Tensor();
+  }
+
+  // Steps that use no thread but by their kernels.
+  void replay_steps(const std::vector<RecordedStep>& steps, size_t begin, size_t end, const Addresses& addresses) {
     const auto run = [&] {
       for (size_t i = begin; i < end; ++i) {
         if (i + 1 < end) steps[i + 1].fetch();
-        replay(steps[i], threads_, addresses);
+        if (steps[i].is_view) {
+          run_step(steps[i]);
+        } else {
+          replay(steps[i], threads_, addresses);
+        }
       }
     };
     if (end - begin > 1) return with_team(run);

@@ -213,6 +213,7 @@ std::vector<RecordedStep> Recorder::steps() {
     } else if (is_known && !is_view) {
       take_noted(&step, is_tensor);
     } else {
+      step.is_view = is_known && is_view;
       for (size_t call = step.begin; call < step.end; ++call) {
         each_result(prepared_.calls[call], [&](size_t read) { is_tensor[read] = true; });
       }

@@ -25,7 +25,8 @@ struct RecordedStep {
   void fetch() const;
 
   size_t begin = 0, end = 0;
-  NotedCalls noted;  // none: it is run like for the first time
+  NotedCalls noted;      // none: it is run like for the first time
+  bool is_view = false;  // that somebody wants as a tensor, and no copy
   std::vector<RecordedResult> results;
   std::vector<size_t> unused_after;  // results that are tensors and that nobody reads any more
 };

@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 Value = Given | Result
 Shape = tuple[int, ...]
 
-_chain = torch.ops.xopt.chain.default
+_chain = torch.ops.xopt.chain.default._op  # without a call of Python's that leads to it
 ANY_DIMS = 0
 _MOST_SHAPES = 64  # that a chain remembers to fit
 _OWN = -1  # the place of vectors that a chain has made

@@ -1,8 +1,8 @@
 """Which steps of a graph become chains: those that follow each other, with the views between them.
 
-A view costs a chain next to nothing, and Python as much as an operator. It is a link where a later link wants it; for
-everybody else it stays what it was, behind the chain. The same holds for sizes. What has nothing to do with a chain's
-links may stand between them.
+A view costs a chain next to nothing, and Python as much as an operator: it is a link wherever somebody wants it. A size
+that somebody behind the chain wants stays what it was, behind it. What has nothing to do with a chain's links may stand
+between them.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class _Window:
         self._computing: list[Node] = []
         self._dependent: set[Node] = set()
         """What computing links give, and what is made of it."""
+        self._handed_on: set[Node] = set()
+        """Views of that, which the chain answers with."""
 
     def add(self, node: Node, kind: Linkable | None) -> None:
         self._kinds[node] = kind
@@ -98,6 +100,7 @@ class _Window:
         self._begin()
 
     def _chain(self) -> None:
+        self._handed_on = self._views_handed_on()
         chained = _Chained(self._links())
         outside = self._outside()
         seen = {node: None for node in self._kinds if self._is_value(node) and self._is_wanted(node, outside)}
@@ -121,16 +124,34 @@ class _Window:
             if node in self._dependent:
                 self._graph.erase_node(node)
 
+    def _views_handed_on(self) -> set[Node]:
+        """Those that somebody behind the chain wants, if all of their sizes are known where the chain will stand."""
+        place = {node: number for number, node in enumerate(self._graph.nodes)}
+        here = place[self._computing[-1]]
+
+        def is_known(node: Node) -> bool:
+            if node not in self._kinds:
+                return place[node] < here
+            return node in self._computing or all(map(is_known, node.all_input_nodes))
+
+        def is_handed_on(node: Node, kind: Linkable | None) -> bool:
+            is_view = kind is not None and kind.is_view and not kind.has_parts and node in self._dependent
+            return is_view and any(user not in self._kinds for user in node.users) and is_known(node)
+
+        return {node for node, kind in self._kinds.items() if is_handed_on(node, kind)}
+
     def _links(self) -> list[Node]:
-        """The computing ones, and the views that those want."""
-        wanted = set(self._computing)
+        """The computing ones, and the views that somebody wants."""
+        wanted = {*self._computing, *self._handed_on}
         for node in reversed(self._kinds):
             if node in wanted:
                 wanted.update(each for each in node.all_input_nodes if each in self._kinds)
         return [node for node, kind in self._kinds.items() if node in wanted and kind is not None]
 
     def _is_value(self, node: Node) -> bool:
-        """Whether it is what a computing link gives."""
+        """Whether it is what a computing link gives, or handed on."""
+        if node in self._handed_on:
+            return True
         source: Any = node.args[0] if self.has_part(node) else node
         kind = self._kinds[source]
         return kind is not None and not kind.is_view and (source is not node or not kind.has_parts)
@@ -139,7 +160,7 @@ class _Window:
         return any(user not in self._kinds or user in outside for user in node.users)
 
     def _outside(self) -> dict[Node, None]:
-        """Views and sizes of what the chain gives that somebody behind it wants."""
+        """Sizes of what the chain gives, and other views, that somebody behind it wants."""
         found: dict[Node, None] = {}
         for node in reversed(self._kinds):
             made = node in self._dependent and node not in self._computing and not self._is_value(node)
