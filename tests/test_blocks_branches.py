@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import xopt
 from tests.block_models import Mlp, X
+from tests.test_chain_programs import lengths_of_chains
 from xopt.modules.block import PROGRAMS
 
 
@@ -155,11 +156,31 @@ def test_models_with_a_mask_that_hides_nothing_or_something(kind: str) -> None:
                 torch.testing.assert_close(result, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_a_language_model_is_one_program() -> None:
-    """With no cache, whatever its length: nothing of Python's is between its layers."""
+def test_a_language_model_is_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no cache, whatever its length, and its head with it, which takes a slice that is all there is."""
     optimized: Any = xopt.optimize(small("llama"), dtype=torch.bfloat16)
     with torch.no_grad():
+        optimized(input_ids=torch.randint(0, 64, (1, 5)), use_cache=False)
+        lengths = lengths_of_chains(monkeypatch)
         for length in (5, 9, 5, 12):
             optimized(input_ids=torch.randint(0, 64, (1, length)), use_cache=False)
+    assert len(lengths) == 4
     (whole,) = (fusion for fusion in xopt.report(optimized).fusions if fusion.path == "")
     assert len(whole.fused) > 10, whole
+
+
+class Slices(Mlp):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        y = super().forward(x[:])
+        return x[:, :], y[:, -0:, :], y[..., 0:], y[:, 1:], self.up(y[:][()])
+
+
+def test_slices_of_everything() -> None:
+    source = Slices().eval()
+    optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for x in (X, X[:, :3], X[:1]):
+            result, expected = optimized(x), source(x)
+            assert result[0] is not x
+            for ours, theirs in zip(result, expected, strict=True):
+                torch.testing.assert_close(ours, theirs)

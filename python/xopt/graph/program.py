@@ -6,6 +6,7 @@ memory until the garbage collector came round.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,16 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from xopt import _C
-from xopt.graph.record import Recorder
+from xopt.graph.record import OtherSizes, Recorder, expect
 from xopt.graph.symbol import CannotRecord
 from xopt.graph.watch import OWN_ATTRIBUTES, watch
 
 MODULES = "*"  # as an attribute's name in a graph: the list of all modules, by their places
+# Of a comparison as it is written: to call a function takes as long as to compare ten sizes.
+_SIGNS: dict[Any, str] = {
+    **{operator.eq: "==", operator.ne: "!=", operator.lt: "<"},
+    **{operator.le: "<=", operator.gt: ">", operator.ge: ">="},
+}
 _SIMPLE = (type(None), bool, int, str, type(Ellipsis))
 
 
@@ -138,6 +144,11 @@ def _statement(node: Node, index: dict[str, int], bound: dict[str, Any]) -> str:
         return f"{node.name} = {place}"
     if node.op == "call_method":
         return f"{node.name} = {arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+    if node.target is operator.getitem:
+        return f"{node.name} = {arguments[0]}[{arguments[1]}]"
+    if node.target is expect and node.args[0] in _SIGNS:
+        _, left, right, outcome = arguments
+        return f"if ({left} {_SIGNS[node.args[0]]} {right}) != {outcome}: raise {_bind(OtherSizes, bound)}"
     return f"{node.name} = {_bind(node.target, bound)}({', '.join(arguments)})"
 
 

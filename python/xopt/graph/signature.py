@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from xopt.graph.autocast import autocast_dtype_of
-
 _CONSTANTS = frozenset(
     {
         *(type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size),
@@ -32,7 +30,10 @@ opaque_states: dict[type, Callable[[Any], Any]] = {}
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """A hashable key, and the values that are no part of it, in order."""
     values: list[Any] = []
-    key: list[Any] = [autocast_dtype_of("cpu"), autocast_dtype_of("xpu")]
+    key: list[Any] = [
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.get_autocast_dtype("xpu") if torch.is_autocast_enabled("xpu") else None,
+    ]
     for value in args:
         _flatten(value, key, values)
     for name, value in kwargs.items():
