@@ -374,14 +374,13 @@ Tensors::Tensors(StableListHandle list) {
 // comes back together (BERT-base's 163 tensors 121 to 90 us). A handle is the address of torch's tensor, and the first word
 // there that of its counts; were it something else, nothing would come of it.
 Tensors::~Tensors() {
-  constexpr ptrdiff_t kLine = 64;
+  constexpr uintptr_t kLine = 64;
   for (const Tensor& tensor : tensors_) __builtin_prefetch(tensor.get());
   for (const Tensor& tensor : tensors_) {
     if (!tensor) continue;
-    const char* counts = nullptr;
+    uintptr_t counts = 0;
     std::memcpy(&counts, static_cast<const void*>(tensor.get()), sizeof(counts));
-    __builtin_prefetch(counts);
-    __builtin_prefetch(counts + kLine);
+    for (const uintptr_t line : {counts, counts + kLine}) __builtin_prefetch(reinterpret_cast<const void*>(line));
   }
 }
 

@@ -8,9 +8,8 @@ CallNotes*& CallNotes::standing() {
   return notes;
 }
 
-void NotedCall::add(const void* field, const void* value, int argument, int result) {
-  const auto offset = static_cast<size_t>(static_cast<const uint8_t*>(field) - noted_);
-  pointers.push_back({offset, value, argument, result, {}});
+void NotedCall::add(const uint8_t* field, const void* value, int argument, int result) {
+  pointers.push_back({static_cast<size_t>(field - noted_), value, argument, result, {}});
 }
 
 void NotedCall::reads(const PackedWeight& weight, const Tensor& packed) {

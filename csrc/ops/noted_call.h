@@ -65,11 +65,11 @@ class NotedCall {
   // A field of the call that points into a tensor, or nowhere.
   template <class T>
   void reads(T* const& field, const Tensor& tensor) {
-    if (field != nullptr) add(&field, field, tensor.argument(), -1);
+    if (field != nullptr) add(reinterpret_cast<const uint8_t*>(&field), field, tensor.argument(), -1);
   }
   template <class T>
   void writes(T* const& field, int result) {
-    if (field != nullptr) add(&field, field, -1, result);
+    if (field != nullptr) add(reinterpret_cast<const uint8_t*>(&field), field, -1, result);
   }
   void reads(const PackedWeight& weight, const Tensor& packed);
 
@@ -84,13 +84,13 @@ class NotedCall {
   void put(const Addresses& at, void* call) const {
     for (const Pointer& pointer : pointers) {
       if (pointer.where.in == Where::In::nowhere) continue;
-      const uint8_t* address = at.of(pointer.where);
+      const auto address = reinterpret_cast<uintptr_t>(at.of(pointer.where));
       std::memcpy(static_cast<uint8_t*>(call) + pointer.offset, &address, sizeof(address));
     }
   }
 
  private:
-  void add(const void* field, const void* value, int argument, int result);
+  void add(const uint8_t* field, const void* value, int argument, int result);
 
   const uint8_t* const noted_;  // the call that was noted: nothing but the place that fields are counted from
 };
