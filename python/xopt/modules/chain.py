@@ -25,8 +25,6 @@ Value = Given | Result
 Shape = tuple[int, ...]
 
 _chain = torch.ops.xopt.chain.default._op  # without a call of Python's that leads to it
-_profiler = torch.autograd.profiler
-_watching_modes = torch._C._len_torch_dispatch_stack
 ANY_DIMS = 0
 _MOST_SHAPES = 64  # that a chain remembers to fit
 _OWN = -1  # the place of vectors that a chain has made
@@ -241,7 +239,7 @@ class Chain:
 
     def run(self, modules: list[nn.Module], *values: Tensor) -> Sequence[Tensor]:
         settled = self._settled
-        if not (_profiler._is_profiler_enabled or _watching_modes()):  # is_watched
+        if not is_watched():
             tensors = None if settled is None else settled.operands.gather(modules, values)
             if tensors is None and not self._is_in_vain():
                 settled = self._settled = self._settle(modules, len(values))
@@ -366,7 +364,7 @@ def _map(argument: Any, change: Callable[[Any, bool], Any], inside: bool) -> Any
 
 def is_watched() -> bool:
     """Whether somebody sees each operator that is called."""
-    return _profiler._is_profiler_enabled or _watching_modes() > 0
+    return torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _fits(settled: Settled, values: Sequence[Tensor]) -> bool:
