@@ -61,30 +61,32 @@ class Run {
       size_t end = i;
       while (end < steps.size() && (!steps[end].noted.empty() || steps[end].is_view)) ++end;
       if (end > i) {
-        replay_steps(steps, i, end, *addresses);
+        run_in_team(steps, i, end, *addresses);
         i = end;
       } else {
-        run_step(steps[i++]);
+        run_step(steps[i++], *addresses);
       }
     }
   }
 
-  // One that was not noted.
-  void run_step(const RecordedStep& step) {
-    run_part(step.begin, step.end, Unused::stay);
-    for (const size_t unused : step.unused_after) results_[unused] = Tensor();
+  void run_step(const RecordedStep& step, const Addresses& addresses) {
+    if (step.noted.empty()) {
+      run_part(step.begin, step.end, Unused::stay);
+    } else {
+      replay(step, threads_, addresses);
+    }
+    drop(step.unused_after);
+  }
+  void drop(const std::vector<size_t>& unused) {
+    for (const size_t result : unused) results_[result] = Tensor();
   }
 
   // Steps that use no thread but by their kernels.
-  void replay_steps(const std::vector<RecordedStep>& steps, size_t begin, size_t end, const Addresses& addresses) {
+  void run_in_team(const std::vector<RecordedStep>& steps, size_t begin, size_t end, const Addresses& addresses) {
     const auto run = [&] {
       for (size_t i = begin; i < end; ++i) {
         if (i + 1 < end) steps[i + 1].fetch();
-        if (steps[i].is_view) {
-          run_step(steps[i]);
-        } else {
-          replay(steps[i], threads_, addresses);
-        }
+        run_step(steps[i], addresses);
       }
     };
     if (end - begin > 1) return with_team(run);
@@ -137,12 +139,11 @@ class Run {
 
   // Calls [begin, end), together if that is possible with these inputs; returns `end`.
   enum class Unused : uint8_t { go, stay };
-  size_t run_part(size_t begin, size_t end, Unused results = Unused::go) {
+  size_t run_part(size_t begin, size_t end, Unused unused = Unused::go) {
     const bool together = end - begin > 1 && run_together(begin, end);
     for (size_t i = begin; i < end; ++i) {
       if (!together) run_call(i);
-      if (results == Unused::stay) continue;
-      for (const size_t unused : prepared_.calls[i].unused_after) results_[unused] = Tensor();
+      if (unused == Unused::go) drop(prepared_.calls[i].unused_after);
     }
     return end;
   }

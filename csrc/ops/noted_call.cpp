@@ -19,7 +19,7 @@ void NotedCall::reads(const PackedWeight& weight, const Tensor& packed) {
   reads(weight.zero_point, packed);
   PackedHeader header;
   std::memcpy(&header, packed.data(), sizeof(header));
-  this->packed.push_back({packed.argument(), header});
+  this->packed.push_back({packed.argument(), header, 0});
 }
 
 }  // namespace xopt::ops

@@ -56,6 +56,7 @@ class NotedCall {
   struct Packed {
     int argument;
     PackedHeader header;
+    size_t tensor;  // of the chain's, for the one who records to fill in
   };
 
   virtual ~NotedCall() = default;

@@ -120,12 +120,6 @@ void note(NotedCall* noted, const void* const& from, void* const& to, const Tens
   noted->writes(to, 0);
 }
 
-void plan(const ReadyConv& conv, Tensor* input) {
-  note(note_call(&run_ready, conv), conv.call.input.data, conv.call.epilogue.out, *input);
-  PlannedConvs::current()->add(conv);
-  PlannedConvs::current()->keep(std::move(*input));
-}
-
 // The output of a call whose output positions are known.
 Tensor pooled(Tensor* input, DType dtype, PoolCall* call) {
   int64_t sizes[5] = {call->images, call->input.channels};
@@ -134,8 +128,11 @@ Tensor pooled(Tensor* input, DType dtype, PoolCall* call) {
   call->out = out.mutable_data();
   if (out.numel() > 0) {
     set_input(input, &call->input);
-    if (PlannedConvs::current() != nullptr) {
-      plan(as_conv(*call), input);  // nothing but max pooling (may_band in prepared.cpp)
+    if (PlannedConvs* planned = PlannedConvs::current()) {
+      const ReadyConv conv = as_conv(*call);  // nothing but max pooling is planned (may_band in prepared.cpp)
+      note(note_call(&run_ready, conv), conv.call.input.data, conv.call.epilogue.out, *input);
+      planned->add(conv);
+      planned->keep(std::move(*input));
     } else {
       run(*call);
       note(note_call(&run, *call), call->input.data, call->out, *input);

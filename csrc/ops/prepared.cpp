@@ -270,34 +270,21 @@ struct ShortHash {
   }
 };
 
-}  // namespace
-
-namespace {
-
-PreparedCall chainable(const char* name, Reads reads) {
-  PreparedCall call;
+PreparedCall* add_chainable(const char* name, Reads reads) {
+  PreparedCall& call = chainable_ops()[name];
   call.name = name;
   call.reads = reads;
-  return call;
+  return &call;
 }
 
 }  // namespace
 
-ChainableOp::ChainableOp(const char* name, Chainable* op, Reads reads) {
-  PreparedCall call = chainable(name, reads);
-  call.op = op;
-  chainable_ops().emplace(name, std::move(call));
-}
-ChainableOp::ChainableOp(const char* name, ChainablePair* op, Reads reads) {
-  PreparedCall call = chainable(name, reads);
-  call.pair = op;
-  chainable_ops().emplace(name, std::move(call));
-}
+ChainableOp::ChainableOp(const char* name, Chainable* op, Reads reads) { add_chainable(name, reads)->op = op; }
+ChainableOp::ChainableOp(const char* name, ChainablePair* op, Reads reads) { add_chainable(name, reads)->pair = op; }
 ChainableView::ChainableView(const char* name, Chainable* op) {
-  PreparedCall call = chainable(name, Reads::any);
-  call.op = op;
-  call.is_view = true;
-  chainable_ops().emplace(name, std::move(call));
+  PreparedCall* call = add_chainable(name, Reads::any);
+  call->op = op;
+  call->is_view = true;
 }
 
 void PreparedCall::run(const Stack& stack, Tensor* results) const {

@@ -127,11 +127,7 @@ void Recorder::ran(size_t call, NotedCalls noted, const std::vector<Tensor>& res
     seen.is_known &= !seen.noted.empty();
     for (const std::unique_ptr<NotedCall>& each : seen.noted) {
       for (NotedCall::Pointer& pointer : each->pointers) seen.is_known &= find(call, &pointer);
-      for (const NotedCall::Packed& packed : each->packed) {
-        const bool given = packed.argument >= 0;
-        seen.is_known &=
-            given && prepared.arguments[static_cast<size_t>(packed.argument)].kind == PreparedArgument::Kind::tensor;
-      }
+      for (NotedCall::Packed& packed : each->packed) seen.is_known &= find(call, &packed);
     }
   }
   seen_[call] = std::move(seen);
@@ -184,6 +180,13 @@ bool Recorder::find(size_t call, NotedCall::Pointer* pointer) const {
   if (pointer->argument < 0) return false;  // a copy that was made of an argument
   pointer->where = root_of(prepared_.calls[call].arguments[static_cast<size_t>(pointer->argument)], value);
   return true;
+}
+
+bool Recorder::find(size_t call, NotedCall::Packed* packed) const {
+  if (packed->argument < 0) return false;
+  const PreparedArgument& given = prepared_.calls[call].arguments[static_cast<size_t>(packed->argument)];
+  packed->tensor = static_cast<size_t>(given.integer);
+  return given.kind == PreparedArgument::Kind::tensor;
 }
 
 // ---- What becomes of it ----------------------------------------------------------------------------------------------
@@ -244,13 +247,9 @@ std::shared_ptr<const Recording> Recorder::finish(std::vector<int64_t> sizes) {
   recording->sizes = std::move(sizes);
   recording->steps = steps();
   for (const RecordedStep& step : recording->steps) {
-    for (size_t i = 0; i < step.noted.size(); ++i) {
-      // Where several were noted they are one call's, or convolutions that were run together, of which each notes one.
-      const size_t call = step.end - step.begin > 1 ? step.begin + i : step.begin;
-      for (const NotedCall::Packed& packed : step.noted[i]->packed) {
-        const PreparedArgument& given = prepared_.calls[call].arguments[static_cast<size_t>(packed.argument)];
-        recording->packed.emplace_back(static_cast<size_t>(given.integer), packed.header);
-      }
+    for (const std::unique_ptr<NotedCall>& noted : step.noted) {
+      for (const NotedCall::Packed& packed : noted->packed)
+        recording->packed.emplace_back(packed.tensor, packed.header);
     }
   }
   place_results(recording.get());
@@ -358,7 +357,6 @@ void replay(const RecordedStep& step, int64_t threads, const Addresses& at) {
     for (const std::unique_ptr<NotedCall>& noted : step.noted) noted->run(at);
   }
   count_replayed_calls(static_cast<int64_t>(step.noted.size()));
-  for (const size_t unused : step.unused_after) at.results[unused] = Tensor();
 }
 
 }  // namespace xopt::ops

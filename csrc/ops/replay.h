@@ -94,6 +94,7 @@ class Recorder {
   bool see_result(size_t place, const Tensor& result);
   bool see_through(size_t call);
   bool find(size_t call, NotedCall::Pointer* pointer) const;
+  bool find(size_t call, NotedCall::Packed* packed) const;
   Where root_of(const PreparedArgument& argument, const uint8_t* data) const;
   bool is_known(size_t begin, size_t end) const;
   std::vector<RecordedStep> steps();

@@ -33,7 +33,6 @@ from xopt.graph.symbol import (
     SizeSymbol,
     Symbol,
     SymbolicSize,
-    depends_on_value,
     is_symbol,
     named_results,
     opaque_reads,
@@ -264,10 +263,9 @@ class Recorder:
 
     def read_constant(self, symbol: Any, name: str) -> Any:
         """What a program takes for granted of such an object: a flag, or a list of them."""
-        example = getattr(symbol._example, name)
-        node = self.graph.call_function(getattr, (symbol._node, name))
-        self._expect(operator.eq, (node, example), True)
-        return copy.copy(example)
+        constant = self.read(symbol, name)
+        self._expect(operator.eq, (constant._node, constant._example), True)
+        return copy.copy(constant._example)
 
     def expect(self, function: Any, left: Any, right: Any) -> Any:
         """What a comparison of sizes says in the recorded call, and has to say in others."""
@@ -281,7 +279,7 @@ class Recorder:
         """The same of a tensor of one value, on which a forward branches."""
         example: torch.Tensor = symbol._example
         if example.numel() != 1 or not is_told_by_arguments(symbol._node):
-            raise depends_on_value("a branch")
+            symbol._refuse("a branch")
         with torch._C.DisableTorchFunction():
             outcome = bool(example)
         self._expect(truth, (symbol._node, None), outcome)

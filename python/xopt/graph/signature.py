@@ -30,7 +30,7 @@ opaque_states: dict[type, Callable[[Any], Any]] = {}
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """A hashable key, and the values that are no part of it, in order."""
     values: list[Any] = []
-    key: list[Any] = [
+    key: list[Any] = [  # written out: with cold caches a function takes longer than what it would ask
         torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         torch.get_autocast_dtype("xpu") if torch.is_autocast_enabled("xpu") else None,
     ]

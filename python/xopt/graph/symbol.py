@@ -43,10 +43,6 @@ class CannotRecord(Exception):
             active.recorder.refuse(message)
 
 
-def depends_on_value(what: str) -> CannotRecord:
-    return CannotRecord(f"it depends on the value or the layout of a tensor or size ({what})")
-
-
 # What an object that is no tensor may be asked during a recording: by class and method, a function that tells what the
 # method would return without doing it. Integrations fill it.
 OpaqueRule = Callable[..., Any]
@@ -144,7 +140,7 @@ class Symbol:
         return self._recorder.record("call_method", "numel", (self,), {}, self._example.numel())
 
     def _refuse(self, what: str) -> Any:
-        raise depends_on_value(what)
+        raise CannotRecord(f"it depends on the value or the layout of a tensor or size ({what})")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OWN:

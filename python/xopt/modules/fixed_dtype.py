@@ -11,14 +11,14 @@ from torch.fx import Graph, Node
 from xopt.modules.chain import linkables
 from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, is_told_size
 
-_METHODS = ("float", "half", "bfloat16")
+_TO_ONE_DTYPE = ("float", "half", "bfloat16")  # methods, whose names say which
 
 
 def has_fixed_dtype(node: Node) -> bool:
     """Whether a call's kind or the graph itself tells its dtype: nobody knows that of what a cache gives."""
     if node.op in ("placeholder", "get_attr") or is_told_size(node):
         return True
-    if is_cast(node) and (node.target in _METHODS or any(isinstance(each, torch.dtype) for each in _told(node))):
+    if is_cast(node) and (node.target in _TO_ONE_DTYPE or any(isinstance(each, torch.dtype) for each in _told(node))):
         return True
     if not is_call(node, operator.getitem, *linkables):
         return False

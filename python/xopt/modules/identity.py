@@ -1,7 +1,9 @@
-"""Products with one, quotients by it and padding with nothing, as a configuration's defaults ask for them: dropped."""
+"""Products with one, quotients by it, padding with nothing and slices of everything, as the defaults of configurations
+ask for them: dropped."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
@@ -38,6 +40,24 @@ class DropPaddingWithNothing(Pattern):
             if isinstance(amounts, (tuple, list)) and not any(amounts) and _is_same(value, node):
                 allow_copies(node)
                 node.replace_all_uses_with(value)
+
+
+class DropSliceOfEverything(Pattern):
+    """A language model's head takes x[:, -0:, :] of what it is given."""
+
+    stage: ClassVar[int] = 0
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, operator.getitem):
+            value, key = node.args
+            if all(map(_is_everything, key if isinstance(key, tuple) else (key,))) and _is_same(value, node):
+                node.replace_all_uses_with(value)
+
+
+def _is_everything(part: Any) -> bool:
+    return type(part) is slice and part.start in (None, 0) and part.stop is None and part.step in (None, 1)
 
 
 def _is_one(factor: Any) -> bool:
