@@ -261,6 +261,12 @@ def window_calls(caller: Caller, channels: int, size: int, dtype: torch.dtype) -
     caller.call(f"window_merge {where}", lambda windows: ops.window_merge(windows, [size + 7, size], [1, -4]), windows)
 
 
+def concat_calls(caller: Caller, first: int, second: int, columns: int, dtype: torch.dtype) -> None:
+    where = f"{first}+{second}x{columns} {dtype}"
+    parts = [torch.randn(2, rows, columns).to(dtype) for rows in (first, second)]
+    caller.call(f"concat {where}", lambda one, other: torch.ops.xopt.concat(one, other, 1), *parts)
+
+
 def recurrent_calls(caller: Caller, batch: int, units: int, features: int, dtype: torch.dtype) -> None:
     from xopt.modules.packed_parameter import PackedParameter
 
@@ -308,6 +314,7 @@ def main(mode: str) -> None:
             attention_calls(caller, m, n, k, dtype)
             matmul_calls(caller, m, n, k, dtype)
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
+            concat_calls(caller, m, n, k, dtype)
             recurrent_calls(caller, m, n, k, dtype)
             norm_calls(caller, m, n, dtype, FLOATS[index % 3])
     for index, (channels, out, size) in enumerate(

@@ -54,7 +54,7 @@ LINEAR = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
 IMAGES = ("conv", "group_norm", "pool", "adaptive_pool", "upsample")
 
 
-@pytest.mark.parametrize("name", [*LINEAR, *IMAGES, "norm", "softmax", "rotary", "attention"])
+@pytest.mark.parametrize("name", [*LINEAR, *IMAGES, "norm", "softmax", "rotary", "concat", "attention"])
 def test_operators_against_float64(name: str) -> None:
     with sycl.device("cpu"):
         run_family(name)

@@ -3,6 +3,17 @@
 
 namespace xopt::ops {
 
+bool is_dense_channels_last(const Tensor& image) {
+  if (image.dims() < 3 || image.stride(1) != 1) return false;
+  int64_t stride = image.size(1);
+  for (int64_t dim = image.dims() - 1; dim >= 0; --dim) {
+    if (dim == 1 || image.size(dim) == 1) continue;
+    if (image.stride(dim) != stride) return false;
+    stride *= image.size(dim);
+  }
+  return true;
+}
+
 void check_integers(const char* op, const char* name, const Integers& values, int64_t count, int64_t least) {
   constexpr int64_t kMostSize = int64_t{1} << 40;
   if (values.size() != count) fail(op, name, "expected ", count, " numbers, got ", values.size());

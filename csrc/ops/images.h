@@ -7,6 +7,8 @@
 namespace xopt::ops {
 
 inline bool is_channels_last(const Tensor& tensor) { return tensor.stride(1) == 1 || tensor.size(1) <= 1; }
+// The same, of an image without anything between its elements.
+bool is_dense_channels_last(const Tensor& image);
 
 // `count` numbers of at least `least`, and small enough for sums of them.
 void check_integers(const char* op, const char* name, const Integers& values, int64_t count, int64_t least);

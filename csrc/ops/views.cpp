@@ -2,7 +2,7 @@
 // are named as torch's methods, take what those take, and are no operators of their own, since torch has them.
 #include <optional>
 
-#include "ops/check.h"
+#include "ops/images.h"
 #include "ops/prepared.h"
 
 namespace xopt::ops {
@@ -146,18 +146,6 @@ Tensor unflatten(Stack stack) {
     for (int64_t i = 0; dim == unflattened && i < given.size(); ++i) sizes.add(i < Integers::kMost ? given[i] : 0);
   }
   return with_sizes(tensor, sizes_of(kOp, tensor, sizes));
-}
-
-// The channels of an image, which are dimension 1, last in memory.
-bool is_dense_channels_last(const Tensor& image) {
-  if (image.dims() < 3 || image.stride(1) != 1) return false;
-  int64_t stride = image.size(1);
-  for (int64_t dim = image.dims() - 1; dim >= 0; --dim) {
-    if (dim == 1 || image.size(dim) == 1) continue;
-    if (image.stride(dim) != stride) return false;
-    stride *= image.size(dim);
-  }
-  return true;
 }
 
 Tensor contiguous_unless_channels_last(Stack stack) {

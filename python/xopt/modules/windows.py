@@ -30,7 +30,7 @@ from xopt.modules.pattern import (
     shape_of,
     step,
 )
-from xopt.ops.windows import COPIED
+from xopt.ops.fakes import COPIED
 
 _ROLL = (torch.roll, "roll")
 _VIEWS = ("view", "reshape", torch.reshape)

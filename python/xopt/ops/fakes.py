@@ -16,6 +16,8 @@ Size = int | torch.SymInt
 Fake = TypeVar("Fake", bound=Callable[..., object])
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+COPIED = (*FLOATING, torch.int8, torch.uint8, torch.int32)
+"""By operators that copy, and compute with nothing."""
 
 
 def ceil_div(value: Size, divisor: int) -> Size:

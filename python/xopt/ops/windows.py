@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from xopt.ops.costs import Shape, Work, cost_of, joined
-from xopt.ops.fakes import FLOATING, Size, Tensor, ceil_div, check, fake_of
-
-COPIED = (*FLOATING, torch.int8, torch.uint8, torch.int32)
+from xopt.ops.fakes import COPIED, Size, Tensor, ceil_div, check, fake_of
 
 
 def _check(op: str, name: str, tensor: Tensor, dims: int) -> None:

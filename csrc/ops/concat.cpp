@@ -1,0 +1,136 @@
+// xopt::concat: two tensors one after the other along a dimension, as torch.cat gives them.
+#include "kernels/concat.h"
+
+#include "ops/images.h"
+#include "ops/noted_call.h"
+#include "ops/prepared.h"
+#include "runtime/registry.h"
+
+namespace xopt::ops {
+namespace {
+
+constexpr const char* kOp = "concat";
+constexpr const char* kNames[] = {"first", "second"};
+constexpr int64_t kMostDims = Integers::kMost;
+
+// The result's dimensions in the order in which they lie in memory, and where in it the joined one is.
+struct Order {
+  int64_t dims[kMostDims];
+  int64_t count, joined;
+};
+
+// As torch has it: images whose channels are last in memory stay so.
+Order order_of(const Tensor (&parts)[2], int64_t dim) {
+  bool channels_last = true;
+  for (const Tensor& part : parts) {
+    channels_last &= part.dims() > 3 && is_dense_channels_last(part) && !part.is_contiguous();
+  }
+  Order order{{}, parts[0].dims(), 0};
+  for (int64_t i = 0; i < order.count; ++i) {
+    order.dims[i] = !channels_last || i == 0 ? i : i + 1 < order.count ? i + 1 : 1;
+    if (order.dims[i] == dim) order.joined = i;
+  }
+  return order;
+}
+
+// Dimensions of a part from the innermost on, those that lie alike in the part and in the result as one; false where
+// there are too many.
+bool set_runs(const Tensor& part, const Order& order, const int64_t* to_strides, int64_t unit, CopiedRuns* runs) {
+  runs->from = part.data();
+  runs->run_bytes = unit;
+  for (int dim = 0; dim < CopiedRuns::kDims; ++dim) runs->size[dim] = 1;
+  int next = CopiedRuns::kDims;
+  for (int64_t i = order.count - 1; i >= 0; --i) {
+    const int64_t size = part.size(order.dims[i]);
+    const int64_t from = part.stride(order.dims[i]) * unit, to = to_strides[i] * unit;
+    const bool outer = next < CopiedRuns::kDims;
+    if (size == 1) continue;
+    if (!outer && from == runs->run_bytes && to == runs->run_bytes) {
+      runs->run_bytes *= size;
+    } else if (outer && from == runs->from_stride[next] * runs->size[next] &&
+               to == runs->to_stride[next] * runs->size[next]) {
+      runs->size[next] *= size;
+    } else if (next == 0) {
+      return false;
+    } else {
+      --next;
+      runs->size[next] = size;
+      runs->from_stride[next] = from;
+      runs->to_stride[next] = to;
+    }
+  }
+  return true;
+}
+
+DType check_parts(const Tensor (&parts)[2], int64_t dim) {
+  check_no_gradient({{kOp, kNames[0], parts[0]}, {kOp, kNames[1], parts[1]}});
+  const Checked first{kOp, kNames[0], parts[0]}, second{kOp, kNames[1], parts[1]};
+  first.in_place();
+  second.in_place();
+  const DType dtype = first.dtype(kEveryDType);
+  second.dtype({dtype});
+  bool alike = parts[1].dims() == parts[0].dims();
+  for (int64_t i = 0; alike && i < parts[0].dims(); ++i) alike = i == dim || parts[1].size(i) == parts[0].size(i);
+  if (!alike) {
+    second.fail("expected the shape of first, ", parts[0].shape_text(), ", but along dimension ", dim, ", got ",
+                parts[1].shape_text());
+  }
+  return dtype;
+}
+
+void run(const ConcatCall& call) {
+  static Kernel<ConcatFn> kernel("concat", "f32");
+  kernel(call);
+}
+
+Tensor concat(Stack stack) {
+  Tensor parts[] = {stack.tensor(), stack.tensor()};
+  const int64_t given = stack.integer(), dims = parts[0].dims();
+  if (dims < 1 || dims > kMostDims) {
+    fail(kOp, kNames[0], "expected 1 to ", kMostDims, " dimensions, got shape ", parts[0].shape_text());
+  }
+  if (given < -dims || given >= dims) fail(kOp, "dim", "expected one of ", dims, " dimensions, got ", given);
+  const int64_t dim = given < 0 ? given + dims : given;
+  const DType dtype = check_parts(parts, dim);
+
+  const Order order = order_of(parts, dim);
+  int64_t sizes[kMostDims], strides[kMostDims], to_strides[kMostDims];
+  for (int64_t i = 0; i < dims; ++i) sizes[i] = parts[0].size(i) + (i == dim ? parts[1].size(i) : 0);
+  int64_t stride = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    to_strides[i] = strides[order.dims[i]] = stride;
+    stride *= sizes[order.dims[i]] > 1 ? sizes[order.dims[i]] : 1;
+  }
+  Tensor out = Tensor::empty_strided(sizes, strides, dims, dtype);
+  if (out.numel() == 0) return out;
+
+  ConcatCall call{};
+  call.to = out.mutable_data();
+  call.unit = dtype_size(dtype);
+  int64_t before = 0;
+  for (int i = 0; i < 2; ++i) {
+    if (!set_runs(parts[i], order, to_strides, call.unit, &call.parts[i])) {
+      parts[i] = parts[i].contiguous_copy();
+      set_runs(parts[i], order, to_strides, call.unit, &call.parts[i]);
+    }
+    call.parts[i].at = before * to_strides[order.joined] * call.unit;
+    before += parts[i].size(dim);
+  }
+  run(call);
+  if (NotedCall* noted = note_call(&run, call)) {
+    for (int i = 0; i < 2; ++i) noted->reads(call.parts[i].from, parts[i]);
+    noted->writes(call.to, 0);
+  }
+  return out;
+}
+
+const ChainableOp chainable(kOp, &concat);
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) { library.def("concat(Tensor first, Tensor second, int dim) -> Tensor"); }
+
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("concat", &boxed<concat>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("concat", &on_xpu<boxed<concat>>); }
+
+}  // namespace xopt::ops
