@@ -41,6 +41,7 @@ class AttentionCase:
     causal: bool = False
     causal_offset: int = 0
     window: int = 0
+    one_sees_all: bool = False
 
 
 def sample(rng: random.Random) -> AttentionCase:
@@ -69,6 +70,7 @@ def sample(rng: random.Random) -> AttentionCase:
         causal=causal,
         causal_offset=rng.choice((0, keys - queries, 1, -3, 100, -300)) if causal else 0,
         window=rng.choice((0, 1, 7, 40, 300)) if causal else 0,
+        one_sees_all=causal and rng.random() < 0.5,
     )
 
 
@@ -112,7 +114,7 @@ def bias_of(case: AttentionCase, mask: Tensor | None) -> Tensor:
     if mask is not None:
         bias = bias + (torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask).double()
     distance = torch.arange(case.keys) - torch.arange(case.queries)[:, None] - case.causal_offset
-    hidden = (distance > 0) & case.causal
+    hidden = (distance > 0) & (case.causal and not (case.one_sees_all and case.queries == 1))
     if case.window > 0:
         hidden |= distance <= -case.window
     return bias.masked_fill(hidden, -math.inf)
@@ -128,6 +130,7 @@ def call(case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mask: T
         causal=case.causal,
         causal_offset=case.causal_offset,
         window=case.window,
+        one_sees_all=case.one_sees_all,
     )
     return torch.as_tensor(out)
 

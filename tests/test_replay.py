@@ -23,7 +23,7 @@ from xopt.ops.chain import Given, Result, call_text, calls_text
 from xopt.ops.views import view_of
 
 ops: Any = torch.ops.xopt
-CHAINABLE = ("linear", "linear_gated", "linear_norm", "layer_norm", "rms_norm", "attention", "rotary")
+CHAINABLE = ("linear", "linear_gated", "linear_norm", "layer_norm", "rms_norm", "attention", "rotary", "concat")
 IMAGES = ("conv", "pool", "adaptive_pool", "group_norm")
 RUNS = 4
 
@@ -218,7 +218,7 @@ def hidden_program(seed: int) -> tuple[Program, list[int]]:
             parts = [program.add("narrow", Result(merged), -1, place * features, features) for place in range(3)]
             split = [program.add("reshape", Result(part), [sequences, tokens, heads, -1]) for part in parts]
             q, k, v = (Result(program.add("transpose", Result(each), 1, 2)) for each in split)
-            attended = program.add("attention", q, k, v, None, None, draw.random() < 0.5, 0, 0)
+            attended = program.add("attention", q, k, v, None, None, draw.random() < 0.5, 0, 0, draw.random() < 0.5)
             hidden.append(program.add("reshape", Result(attended), list(shape)))
         elif kind == "copy":  # which is no view
             turned = program.add("transpose", value, 1, 2)
@@ -269,6 +269,100 @@ def test_between_results_that_others_read() -> None:
     last = program.add("linear", Result(tokens), Given(2), 48, None, *named)
     assert program.check([Result(last)]) == 2
     assert program.check([Result(last), Result(tokens)]) == 2
+
+
+class Growing:
+    """Layers of a decoder, [one text, one word, features], whose caches are longer in each step."""
+
+    HEADS, DEPTH = 2, 16
+    made = 0
+
+    def __init__(self, seed: int, layers: int) -> None:
+        torch.manual_seed(seed)
+        Growing.made += 1
+        eps = 1e-5 + Growing.made * 1e-7  # a text of its own, which has no recordings
+        features = self.HEADS * self.DEPTH
+        self.program = Program([torch.randn(1, 1, features)])
+        self.layers = layers
+        program = self.program
+        hidden: Any = Given(0)
+        self.caches = [self.given(torch.randn(1, self.HEADS, 3, self.DEPTH)) for _ in range(2 * layers)]
+        self.returned: list[Result] = []
+        for layer in range(layers):
+            merged = self.linear(hidden, 3 * features)
+            parts = [program.add("narrow", Result(merged), -1, place * features, features) for place in range(3)]
+            heads = [program.add("reshape", Result(part), [1, 1, self.HEADS, -1]) for part in parts]
+            query, *new = (Result(program.add("transpose", Result(each), 1, 2)) for each in heads)
+            pair = self.caches[2 * layer : 2 * layer + 2]
+            longer = [Result(program.add("concat", old, each, -2)) for old, each in zip(pair, new, strict=True)]
+            attended = program.add("attention", query, *longer, None, None, True, 0, 0, True)
+            flat = program.add("flatten", Result(attended), 2, -1)
+            normed = program.add("layer_norm", Result(flat), None, None, eps, hidden, True, torch.float32)
+            hidden = Result(self.linear(Result(normed), features))
+            self.returned += longer
+        self.returned.append(hidden)
+
+    def given(self, tensor: Tensor) -> Given:
+        self.program.tensors.append(tensor)
+        return Given(len(self.program.tensors) - 1)
+
+    def linear(self, x: Any, out: int) -> int:
+        columns = self.HEADS * self.DEPTH
+        packed = self.given(ops.linear_pack(torch.randn(out, columns) / columns**0.5, dtype=torch.float32))
+        named = ("none", 0.0, 0.0, "none", None, False, torch.float32, 1.0, 0, 0, None)
+        return self.program.add("linear", x, packed, out, None, *named)
+
+    def step(self) -> int:
+        """With other values, and the caches of the step before; returns how many calls were noted ones."""
+        program = self.program
+        tensors = [changed(each, 1) if each.dtype == torch.float32 else elsewhere(each) for each in program.tensors]
+        wanted = program.results(tensors)
+        before = _C.replayed_calls()
+        results = ops.chain(tensors, calls_text(program.lines, self.returned))
+        for result, each in zip(results, self.returned, strict=True):
+            torch.testing.assert_close(result, wanted[each.number][each.part], atol=0, rtol=0)
+        for tensor in tensors:
+            spoil(tensor)
+        for place, cache in enumerate(self.caches):
+            program.tensors[cache.place] = results[place].clone()
+        return _C.replayed_calls() - before
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_grows_is_run_and_the_rest_is_noted(seed: int, layers: int) -> None:
+    growing = Growing(seed, layers)
+    noted = [growing.step() for _ in range(12)]
+    assert noted == [0, 0, *[3 * layers] * 10]  # two products and the norm
+
+
+@pytest.mark.sanitize
+def test_another_text_begins_to_grow() -> None:
+    growing = Growing(0, 2)
+    assert [growing.step() for _ in range(4)] == [0, 0, 6, 6]
+    for cache in growing.caches:
+        growing.program.tensors[cache.place] = torch.randn(1, Growing.HEADS, 7, Growing.DEPTH)
+    assert [growing.step() for _ in range(3)] == [6, 6, 6]
+
+
+@pytest.mark.sanitize
+def test_a_result_that_was_alike_in_two_runs_alone() -> None:
+    """Values get deeper, and so does what attention gives, which the norm behind it was noted for."""
+    program = Program([torch.randn(1, 1, 1, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)])
+    attended = program.add("attention", Given(0), Given(1), Given(2), None, None, False, 0, 0, False)
+    results = [program.add("layer_norm", Result(attended), None, None, 1e-5, None, False, None)]
+    for _ in range(3):
+        results.append(program.add("layer_norm", Result(results[-1]), None, None, 1e-5, None, False, None))
+    text = calls_text(program.lines, [Result(results[-1])])
+    noted = []
+    for keys, depth in ((3, 8), (4, 8), (5, 8), (6, 16), (7, 16), (7, 8)):
+        tensors = [program.tensors[0], torch.randn(1, 1, keys, 8), torch.randn(1, 1, keys, depth)]
+        before = _C.replayed_calls()
+        (result,) = ops.chain(tensors, text)
+        noted.append(_C.replayed_calls() - before)
+        assert torch.equal(result, program.results(tensors)[results[-1]][0])
+    assert noted[2] == noted[5] == 4
 
 
 def test_sizes_that_never_come_again_are_not_noted() -> None:

@@ -1,4 +1,5 @@
-// xopt::attention: softmax(scale * query key^T + mask) value over heads.
+// xopt::attention: softmax(scale * query key^T + mask) value over heads. With `one_sees_all` a single query is not causal:
+// for language models it is the last word of a text, and several are its first ones.
 #include "kernels/attention.h"
 
 #include <algorithm>
@@ -24,12 +25,14 @@ struct AttentionArguments {
         scale(stack.optional_number()),
         causal(stack.boolean()),
         causal_offset(stack.integer()),
-        window(stack.integer()) {}
+        window(stack.integer()),
+        one_sees_all(stack.boolean()) {}
 
   Tensor query, key, value, mask;
   std::optional<double> scale;
   bool causal;
   int64_t causal_offset, window;
+  bool one_sees_all;
 };
 
 void check_dims(const char* name, const Tensor& tensor, const char* rows, const char* columns) {
@@ -109,7 +112,8 @@ void set_band(const AttentionArguments& arguments, AttentionCall* call) {
   const int64_t most = call->queries + call->keys;
   call->first_offset = -most;
   call->last_offset = most;
-  if (arguments.causal) call->last_offset = std::clamp(arguments.causal_offset, -most, most);
+  const bool causal = arguments.causal && !(arguments.one_sees_all && call->queries == 1);
+  if (causal) call->last_offset = std::clamp(arguments.causal_offset, -most, most);
   if (arguments.window > 0) {
     int64_t first = 0;
     if (__builtin_sub_overflow(arguments.causal_offset, arguments.window - 1, &first)) first = -most;
@@ -172,7 +176,7 @@ const ChainableOp chainable("attention", &attention);
 STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, *, float? scale=None, bool causal=False, "
-      "int causal_offset=0, int window=0) -> Tensor");
+      "int causal_offset=0, int window=0, bool one_sees_all=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("attention", &boxed<attention>); }

@@ -33,13 +33,20 @@ class Run {
     Addresses addresses{data_of(tensors_), results_};
     std::vector<int64_t> sizes = sizes_of(tensors_, threads_);
     if (const auto recording = prepared_.recordings->find(sizes, addresses.tensors)) {
-      run_again(*recording, &addresses);
+      if (!run_again(*recording, &addresses)) {
+        for (Tensor& result : results_) result = Tensor();
+        run_all();
+      }
     } else if (prepared_.recordings->come_again(sizes)) {
-      recorder_ = std::make_unique<Recorder>(prepared_, tensors_);
-      run_all();
-      prepared_.recordings->add(recorder_->finish(std::move(sizes)));
+      record(std::move(sizes), nullptr);
+    } else if (auto earlier = prepared_.recordings->run_like(sizes)) {
+      record(std::move(sizes), std::move(earlier));
     } else {
+      shapes_ = std::make_shared<Shapes>();
+      shapes_->tensors = std::move(sizes);
+      shapes_->results.resize(results_.size());
       run_all();
+      prepared_.recordings->ran(std::move(shapes_));
     }
     return results_;
   }
@@ -53,7 +60,14 @@ class Run {
     for (size_t i = 0; i < prepared_.calls.size();) i = run_from(i);
   }
 
-  void run_again(const Recording& recording, Addresses* addresses) {
+  void record(std::vector<int64_t> sizes, std::shared_ptr<const Shapes> earlier) {
+    recorder_ = std::make_unique<Recorder>(prepared_, tensors_, std::move(sizes), std::move(earlier));
+    run_all();
+    prepared_.recordings->add(recorder_->finish());
+  }
+
+  // False where a call that is no part of the recording has given something else than in the recorded run.
+  bool run_again(const Recording& recording, Addresses* addresses) {
     const Tensor memory = Tensor::empty(&recording.block_bytes, 1, DType::u8);
     addresses->block = static_cast<const uint8_t*>(memory.data());
     const std::vector<RecordedStep>& steps = recording.steps;
@@ -64,18 +78,26 @@ class Run {
         run_in_team(steps, i, end, *addresses);
         i = end;
       } else {
-        run_step(steps[i++], *addresses);
+        if (!run_step(steps[i++], *addresses)) return false;
       }
     }
+    return true;
   }
 
-  void run_step(const RecordedStep& step, const Addresses& addresses) {
+  bool gave_what_is_expected(const RecordedStep& step) const {
+    return std::all_of(step.expected.begin(), step.expected.end(),
+                       [&](const auto& each) { return shape_of(results_[each.first]) == each.second; });
+  }
+
+  bool run_step(const RecordedStep& step, const Addresses& addresses) {
     if (step.noted.empty()) {
       run_part(step.begin, step.end, Unused::stay);
+      if (!gave_what_is_expected(step)) return false;
     } else {
       replay(step, threads_, addresses);
     }
     drop(step.unused_after);
+    return true;
   }
   void drop(const std::vector<size_t>& unused) {
     for (const size_t result : unused) results_[result] = Tensor();
@@ -109,10 +131,19 @@ class Run {
     const PreparedArguments arguments = arguments_of(i);
     const PreparedCall& call = prepared_.calls[i];
     Tensor* results = &results_[i * kMostResults];
-    if (!recorder_) return call.run(Stack(&arguments), results);
+    if (!recorder_) {
+      call.run(Stack(&arguments), results);
+      if (shapes_) note_shapes(i);
+      return;
+    }
     CallNotes notes;
     call.run(Stack(&arguments), results);
     recorder_->ran(i, notes.take(), results_);
+  }
+  void note_shapes(size_t i) {
+    for (size_t own = i * kMostResults; own < (i + 1) * kMostResults; ++own) {
+      shapes_->results[own] = shape_of(results_[own]);
+    }
   }
 
   // Convolutions, and pooling among them, of which each reads the one before's result: those up to `end`, or to where planning them ends.
@@ -184,6 +215,7 @@ class Run {
   const bool on_cpu_ = current_offload() == nullptr;
   std::vector<Tensor> results_;
   std::unique_ptr<Recorder> recorder_;  // where such tensors come again
+  std::shared_ptr<Shapes> shapes_;      // where they have not come before
 };
 
 void chain(StableIValue* stack, uint64_t, uint64_t) {

@@ -86,18 +86,28 @@ struct PreparedCalls {
   std::shared_ptr<Recordings> recordings;
 };
 
-// Calls read(place) for each result that a call takes, or takes a size of.
+// Calls read(is_result, place) for each tensor and result that a call takes, or takes a size of.
 template <class Read>
-void each_result(const PreparedCall& call, const Read& read) {
+void each_value(const PreparedCall& call, const Read& read) {
+  using Kind = PreparedArgument::Kind;
   for (const PreparedArgument& argument : call.arguments) {
-    if (argument.kind == PreparedArgument::Kind::result) read(static_cast<size_t>(argument.integer));
+    const bool is_result = argument.kind == Kind::result;
+    if (is_result || argument.kind == Kind::tensor) read(is_result, static_cast<size_t>(argument.integer));
     for (const SizeOf& size : argument.sizes) {
-      if (size.size.is_result) read(size.size.place);
+      read(size.size.is_result, size.size.place);
       for (const SizeOf::Then& then : size.then) {
-        if (then.size && then.size->is_result) read(then.size->place);
+        if (then.size) read(then.size->is_result, then.size->place);
       }
     }
   }
+}
+
+// The same of results alone.
+template <class Read>
+void each_result(const PreparedCall& call, const Read& read) {
+  each_value(call, [&](bool is_result, size_t place) {
+    if (is_result) read(place);
+  });
 }
 
 // Of this text, which is read when it is first met.

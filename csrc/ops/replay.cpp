@@ -39,11 +39,50 @@ void place(std::vector<Placed>* all, size_t result, size_t from, size_t until, i
   all->push_back({result, from, until, begin, begin + bytes});
 }
 
+// What sizes_of says of a tensor: its dimensions, dtype and device, then sizes and strides.
+constexpr size_t kFixed = 3;
+size_t length_of(int64_t dims) { return kFixed + 2 * static_cast<size_t>(dims); }
+
+// Calls same(tensor, begin, end) for each tensor's part of two lists that sizes_of has made; false where that says so, or
+// where they are of other threads or tensors.
+template <class Same>
+bool compare_tensors(const std::vector<int64_t>& one, const std::vector<int64_t>& other, const Same& same) {
+  if (one.size() != other.size() || one[0] != other[0]) return false;
+  size_t tensor = 0;
+  for (size_t begin = 1; begin < one.size(); ++tensor) {
+    if (!std::equal(&one[begin], &one[begin] + kFixed, &other[begin])) return false;
+    const size_t end = begin + length_of(one[begin]);
+    if (!same(tensor, begin + kFixed, end)) return false;
+    begin = end;
+  }
+  return true;
+}
+
+// Which tensors have other sizes or strides; none: they differ in more.
+std::vector<bool> varying(const std::vector<int64_t>& one, const std::vector<int64_t>& other) {
+  std::vector<bool> varies;
+  const auto note = [&](size_t, size_t begin, size_t end) {
+    varies.push_back(!std::equal(one.begin() + static_cast<std::ptrdiff_t>(begin),
+                                 one.begin() + static_cast<std::ptrdiff_t>(end),
+                                 other.begin() + static_cast<std::ptrdiff_t>(begin)));
+    return true;
+  };
+  return compare_tensors(one, other, note) ? varies : std::vector<bool>();
+}
+
 }  // namespace
+
+std::vector<int64_t> shape_of(const Tensor& result) {
+  if (!result) return {};
+  std::vector<int64_t> shape{result.dtype_code()};
+  shape.insert(shape.end(), result.sizes(), result.sizes() + result.dims());
+  shape.insert(shape.end(), result.strides(), result.strides() + result.dims());
+  return shape;
+}
 
 std::vector<int64_t> sizes_of(const Tensors& tensors, int64_t threads) {
   std::vector<int64_t> sizes;
-  sizes.reserve(static_cast<size_t>(tensors.size()) * 8 + 1);
+  sizes.reserve(static_cast<size_t>(tensors.size()) * length_of(4) + 1);
   sizes.push_back(threads);
   for (int64_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
@@ -74,7 +113,7 @@ std::shared_ptr<const Recording> Recordings::find(const std::vector<int64_t>& si
                                                   const std::vector<const uint8_t*>& tensors) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const std::shared_ptr<const Recording>& recording : all_) {
-    if (recording->sizes == sizes && recording->fits(tensors)) return recording;
+    if (recording->is_of(sizes) && recording->fits(tensors)) return recording;
   }
   return nullptr;
 }
@@ -89,10 +128,43 @@ bool Recordings::come_again(const std::vector<int64_t>& sizes) {
   return false;
 }
 
+std::shared_ptr<const Shapes> Recordings::run_like(const std::vector<int64_t>& sizes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!last_ || varying(last_->tensors, sizes).empty() || skipped_++ < to_skip_) return nullptr;
+  skipped_ = 0;
+  return last_;
+}
+
+void Recordings::ran(std::shared_ptr<const Shapes> run) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  last_ = std::move(run);
+}
+
 void Recordings::add(std::shared_ptr<const Recording> recording) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!recording->varies.empty()) {
+    const bool is_worth_it = recording->is_worth_it();
+    to_skip_ = is_worth_it ? 0 : std::min(2 * to_skip_ + 1, kMostSkipped);
+    if (!is_worth_it) return;
+  }
   if (all_.size() >= kMost) all_.clear();
   all_.push_back(std::move(recording));
+}
+
+bool Recording::is_of(const std::vector<int64_t>& given) const {
+  if (varies.empty()) return sizes == given;
+  return compare_tensors(sizes, given, [&](size_t tensor, size_t begin, size_t end) {
+    return varies[tensor] || std::equal(&sizes[begin], &sizes[begin] + (end - begin), &given[begin]);
+  });
+}
+
+bool Recording::is_worth_it() const {
+  size_t noted = 0, others = 0;
+  for (const RecordedStep& step : steps) {
+    noted += step.noted.size();
+    others += step.noted.empty() && !step.is_view ? step.end - step.begin : 0;
+  }
+  return noted >= others;
 }
 
 // The kernels will have pushed all headers out of the caches; they come back together.
@@ -107,16 +179,22 @@ bool Recording::fits(const std::vector<const uint8_t*>& tensors) const {
 
 // ---- What is noted ---------------------------------------------------------------------------------------------------
 
-Recorder::Recorder(const PreparedCalls& prepared, const Tensors& tensors)
-    : prepared_(prepared), seen_(prepared.calls.size()), results_(prepared.calls.size() * kMostResults) {
+Recorder::Recorder(const PreparedCalls& prepared, const Tensors& tensors, std::vector<int64_t> sizes,
+                   std::shared_ptr<const Shapes> earlier)
+    : prepared_(prepared),
+      sizes_(std::move(sizes)),
+      earlier_(std::move(earlier)),
+      varies_(earlier_ ? varying(earlier_->tensors, sizes_) : std::vector<bool>()),
+      seen_(prepared.calls.size()),
+      results_(prepared.calls.size() * kMostResults) {
   for (int64_t i = 0; i < tensors.size(); ++i) {
     tensors_.push_back({static_cast<const uint8_t*>(tensors[i].data()), bytes_spanned(tensors[i])});
   }
 }
 
 void Recorder::ran(size_t call, NotedCalls noted, const std::vector<Tensor>& results) {
-  SeenCall seen{std::move(noted), true, 1};
   const PreparedCall& prepared = prepared_.calls[call];
+  SeenCall seen{std::move(noted), !reads_what_varies(prepared), 1};
   for (size_t own = 0; own < prepared.results(); ++own) {
     const size_t place = call * kMostResults + own;
     seen.is_known &= see_result(place, results[place]);
@@ -133,7 +211,17 @@ void Recorder::ran(size_t call, NotedCalls noted, const std::vector<Tensor>& res
   seen_[call] = std::move(seen);
 }
 
+bool Recorder::reads_what_varies(const PreparedCall& call) const {
+  if (!earlier_) return false;
+  bool reads = false;
+  each_value(call, [&](bool is_result, size_t place) {
+    reads |= is_result ? results_[place].varies : static_cast<bool>(varies_[place]);
+  });
+  return reads;
+}
+
 bool Recorder::see_result(size_t place, const Tensor& result) {
+  results_[place].varies = earlier_ && earlier_->results[place] != shape_of(result);
   if (!result) return false;
   const std::optional<DType> dtype = dtype_from_torch(result.dtype_code());
   if (!dtype) return false;
@@ -217,12 +305,22 @@ std::vector<RecordedStep> Recorder::steps() {
       take_noted(&step, is_tensor);
     } else {
       step.is_view = is_known && is_view;
+      if (!step.is_view) expect_results(&step);
       for (size_t call = step.begin; call < step.end; ++call) {
         each_result(prepared_.calls[call], [&](size_t read) { is_tensor[read] = true; });
       }
     }
   }
   return steps;
+}
+
+// Of a step that is run anew, in a recording for other sizes as well.
+void Recorder::expect_results(RecordedStep* step) const {
+  if (!earlier_) return;
+  for (size_t place = step->begin * kMostResults; place < step->end * kMostResults; ++place) {
+    const std::vector<int64_t>& shape = earlier_->results[place];
+    if (!results_[place].varies && !shape.empty()) step->expected.emplace_back(place, shape);
+  }
 }
 
 void Recorder::take_noted(RecordedStep* step, const std::vector<bool>& is_tensor) {
@@ -242,9 +340,10 @@ void Recorder::take_noted(RecordedStep* step, const std::vector<bool>& is_tensor
   }
 }
 
-std::shared_ptr<const Recording> Recorder::finish(std::vector<int64_t> sizes) {
+std::shared_ptr<const Recording> Recorder::finish() {
   auto recording = std::make_shared<Recording>();
-  recording->sizes = std::move(sizes);
+  recording->sizes = sizes_;
+  recording->varies = varies_;
   recording->steps = steps();
   for (const RecordedStep& step : recording->steps) {
     for (const std::unique_ptr<NotedCall>& noted : step.noted) {

@@ -2,6 +2,9 @@
 // laid out, and its result is made a tensor, which together take as long as a small image's convolution. All that depends
 // on sizes alone, so what operators call kernels with is noted once (ops/noted_call.h); a later run puts in where its
 // tensors lie. Results that nobody but such calls reads share one block of memory, and views between them are nothing.
+//
+// Some sizes never come again: a language model's cache is longer each time. Where two runs differ in those of some
+// tensors, the calls that read them, or results of other sizes in these two, are not noted; all others are.
 #pragma once
 
 #include <array>
@@ -19,6 +22,14 @@ struct RecordedResult {
   DType dtype = DType::f32;
 };
 
+// What a run looked like: its tensors, as `sizes_of` tells, and its results by their places, which have dtype, sizes and
+// strides, or nothing where there was none.
+struct Shapes {
+  std::vector<int64_t> tensors;
+  std::vector<std::vector<int64_t>> results;
+};
+std::vector<int64_t> shape_of(const Tensor& result);
+
 // Calls of a chain: convolutions that are run together, or one.
 struct RecordedStep {
   // Into the caches, while the step before is run.
@@ -29,13 +40,19 @@ struct RecordedStep {
   bool is_view = false;  // that somebody wants as a tensor, and no copy
   std::vector<RecordedResult> results;
   std::vector<size_t> unused_after;  // results that are tensors and that nobody reads any more
+  // Results that were alike in two runs, where nothing but that tells that they are so in all.
+  std::vector<std::pair<size_t, std::vector<int64_t>>> expected;
 };
 
 struct Recording {
+  bool is_of(const std::vector<int64_t>& sizes) const;
   // Whether packed weights are of the same kind.
   bool fits(const std::vector<const uint8_t*>& tensors) const;
+  // Whether half of what computes was noted.
+  bool is_worth_it() const;
 
   std::vector<int64_t> sizes;  // what it is known by: everything of the chain's tensors but their values
+  std::vector<bool> varies;    // the tensors that may have other sizes; none: no tensor may
   std::vector<RecordedStep> steps;
   std::vector<std::pair<size_t, PackedHeader>> packed;  // which tensors are packed weights
   int64_t block_bytes = 0;
@@ -49,23 +66,30 @@ class Recordings {
   // nullptr where there is none for such tensors.
   std::shared_ptr<const Recording> find(const std::vector<int64_t>& sizes,
                                         const std::vector<const uint8_t*>& tensors) const;
-  // Whether such sizes are worth a recording: they have been asked about before. Texts that grow word by word have others
-  // each time.
+  // Whether such sizes are worth a recording: they have been asked about before.
   bool come_again(const std::vector<int64_t>& sizes);
+  // A run before with tensors of as many dimensions; nullptr where there was none, or recordings of what is alike have
+  // come to little.
+  std::shared_ptr<const Shapes> run_like(const std::vector<int64_t>& sizes);
+  void ran(std::shared_ptr<const Shapes> run);
   void add(std::shared_ptr<const Recording> recording);
 
  private:
-  static constexpr size_t kMost = 32;
+  static constexpr size_t kMost = 32, kMostSkipped = 63;
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<const Recording>> all_;
   std::array<uint64_t, kMost> seen_{};  // hashes of sizes, the oldest at next_
   size_t next_ = 0;
+  std::shared_ptr<const Shapes> last_;
+  size_t skipped_ = 0, to_skip_ = 0;  // runs after a recording that was not worth it
 };
 
 // Notes what is run.
 class Recorder {
  public:
-  Recorder(const PreparedCalls& prepared, const Tensors& tensors);
+  // `sizes`: of the tensors. `earlier`: a run with other ones, if what differs from it is not to be noted.
+  Recorder(const PreparedCalls& prepared, const Tensors& tensors, std::vector<int64_t> sizes,
+           std::shared_ptr<const Shapes> earlier);
 
   // A call, and what its operator noted; its results are there, and so is what it read. What is said last about a call
   // holds: convolutions are planned, maybe several times, before they are run.
@@ -73,7 +97,7 @@ class Recorder {
   // Calls that have been run together, of which nobody else reads but the last one's result.
   void ran_together(size_t begin, size_t end) { seen_[begin].together = end - begin; }
 
-  std::shared_ptr<const Recording> finish(std::vector<int64_t> sizes);
+  std::shared_ptr<const Recording> finish();
 
  private:
   struct Memory {
@@ -84,6 +108,7 @@ class Recorder {
     Where root;  // a tensor, or the result whose memory this is
     Memory memory;
     RecordedResult like;
+    bool varies = false;
   };
   struct SeenCall {
     NotedCalls noted;
@@ -92,16 +117,21 @@ class Recorder {
   };
 
   bool see_result(size_t place, const Tensor& result);
+  bool reads_what_varies(const PreparedCall& call) const;
   bool see_through(size_t call);
   bool find(size_t call, NotedCall::Pointer* pointer) const;
   bool find(size_t call, NotedCall::Packed* packed) const;
   Where root_of(const PreparedArgument& argument, const uint8_t* data) const;
   bool is_known(size_t begin, size_t end) const;
   std::vector<RecordedStep> steps();
+  void expect_results(RecordedStep* step) const;
   void take_noted(RecordedStep* step, const std::vector<bool>& is_tensor);
   void place_results(Recording* recording) const;
 
   const PreparedCalls& prepared_;
+  const std::vector<int64_t> sizes_;
+  const std::shared_ptr<const Shapes> earlier_;
+  const std::vector<bool> varies_;  // tensors
   std::vector<Memory> tensors_;
   std::vector<SeenCall> seen_;
   std::vector<SeenResult> results_;

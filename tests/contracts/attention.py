@@ -11,7 +11,7 @@ from tests.contracts.operands import FLOATS, HEADS, BadArgument, Call, X, ops, r
 ON_XPU = True
 SCHEMAS = {
     "attention": "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, *, float? scale=None, "
-    "bool causal=False, int causal_offset=0, int window=0) -> Tensor",
+    "bool causal=False, int causal_offset=0, int window=0, bool one_sees_all=False) -> Tensor",
 }
 
 

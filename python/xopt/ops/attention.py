@@ -17,6 +17,7 @@ def _attention(
     causal: bool = False,
     causal_offset: int = 0,
     window: int = 0,
+    one_sees_all: bool = False,
 ) -> Tensor:
     check("attention", {"query": query, "key": key, "value": value, "mask": mask}, FLOATING)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
