@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import xopt
+from xopt import _C
+from xopt.integrations import cache_layers
+from xopt.modules import chain
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
@@ -98,3 +101,152 @@ def test_generate(name: str) -> None:
     for options in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
         arguments = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(words), **options}
         assert torch.equal(optimized.generate(words, **arguments), source.generate(words, **arguments))
+
+
+# ---- What a step does to a cache -------------------------------------------------------------------------------------
+
+
+def expect_same_caches(ours: Any, theirs: Any) -> None:
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert type(mine) is type(other)
+        assert vars(mine).keys() == vars(other).keys()
+        for name, value in vars(other).items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(getattr(mine, name), value, atol=1e-4, rtol=1e-4)
+            else:
+                assert getattr(mine, name) == value
+
+
+@pytest.fixture
+def chains_called(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    called: list[int] = []
+
+    def count(tensors: list[Tensor], text: str) -> Any:
+        called.append(len(tensors))
+        return torch.ops.xopt.chain(tensors, text)
+
+    monkeypatch.setattr(chain, "_chain", count)
+    return called
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_is_one_chain(name: str, chains_called: list[int]) -> None:
+    source = model_of(name)
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    ours, theirs = (transformers.DynamicCache(config=source.config) for _ in range(2))
+    with torch.no_grad():
+        for step in range(12):
+            words = torch.randint(0, 64, (1, 5 if step == 0 else 1))
+            chains_called.clear()
+            before = _C.replayed_calls()
+            logits = optimized(words, past_key_values=ours, use_cache=True).logits
+            torch.testing.assert_close(
+                logits, source(words, past_key_values=theirs, use_cache=True).logits, atol=1e-4, rtol=1e-4
+            )
+            expect_same_caches(ours, theirs)
+            if step > 6:  # sliding layers are full
+                assert _C.replayed_calls() > before
+                assert len(chains_called) == 1 or name in ("mistral", "gemma"), (step, chains_called)
+
+
+def test_large_caches_are_updated_layer_by_layer(monkeypatch: pytest.MonkeyPatch, chains_called: list[int]) -> None:
+    source = model_of("llama")
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    ours, theirs = (transformers.DynamicCache(config=source.config) for _ in range(2))
+    most = cache_layers._MOST_BYTES
+    with torch.no_grad():
+        for limit in (most, most, most, 0, 0, 0, most):
+            monkeypatch.setattr(cache_layers, "_MOST_BYTES", limit)
+            words = torch.randint(0, 64, (1, 1))
+            chains_called.clear()
+            results = [
+                model(words, past_key_values=cache, use_cache=True).logits
+                for model, cache in ((optimized, ours), (source, theirs))
+            ]
+            torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+            expect_same_caches(ours, theirs)
+    assert len(chains_called) == 1
+
+
+def test_one_layer_for_all() -> None:
+    """Each update adds to what the one before has set."""
+    source = model_of("llama")
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    caches = [transformers.DynamicCache(config=source.config) for _ in range(2)]
+    with torch.no_grad():
+        for step in range(5):
+            if step == 2:
+                for cache in caches:
+                    cache.layers = [cache.layers[0]] * len(cache.layers)
+            words = torch.randint(0, 64, (1, 1))
+            ours, theirs = (
+                model(words, past_key_values=cache, use_cache=True).logits
+                for model, cache in zip((optimized, source), caches, strict=True)
+            )
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+            expect_same_caches(*caches)
+
+
+def test_a_cache_of_another_dtype() -> None:
+    """It is widened as torch does it, and stays what it has become."""
+    optimized = xopt.optimize(model_of("llama"), dtype=torch.bfloat16)
+    cache: Any = transformers.DynamicCache(config=optimized.config)
+    with torch.no_grad():
+        for _ in range(3):
+            optimized(torch.randint(0, 64, (1, 2)), past_key_values=cache, use_cache=True)
+        wide = copy.deepcopy(cache)
+        for layer in wide.layers:
+            layer.keys, layer.values = layer.keys.float(), layer.values.float()
+        words = torch.randint(0, 64, (1, 1))
+        ours, theirs = (optimized(words, past_key_values=each, use_cache=True).logits for each in (wide, cache))
+    torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)
+    assert {layer.keys.dtype for layer in wide.layers} == {torch.float32}
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
+
+
+class Curious(nn.Module):
+    """Asks a cache what it has become."""
+
+    def __init__(self, asks: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.asks = asks
+
+    def heads(self, x: Tensor) -> Tensor:
+        return self.linear(x).view(x.shape[0], x.shape[1], 2, -1).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        new = self.heads(x)
+        keys, values = cache.update(new, new + 1, 0)
+        if self.asks == "length":
+            keys = keys * cache.get_seq_length()
+        elif self.asks == "another's length":
+            keys = keys * cache.get_seq_length(1)
+        elif self.asks == "keys":
+            keys = keys + cache.layers[0].keys[:, :, -1:]
+        elif self.asks == "again":
+            keys, values = cache.update(keys[:, :, -1:] * 2, values[:, :, :1], 0)
+        other, _ = cache.update(new * 3, new, 1)
+        summed = (keys.sum(2, keepdim=True) + values.mean(2, keepdim=True) + other.amax(2, keepdim=True)).flatten(1)
+        return self.out(self.out(summed[:, None].expand(-1, x.shape[1], -1)).relu() + x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("asks", ["nothing", "length", "another's length", "keys", "again"])
+def test_what_a_cache_has_become(asks: str) -> None:
+    source = Curious(asks).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    caches: Any = [transformers.DynamicCache() for _ in range(2)]
+    first = torch.randn(2, 1, 2, 3, 4)
+    for cache in caches if asks == "keys" else ():  # an empty one has none while the forward is recorded
+        cache.update(*first, 0)
+        cache.update(*first, 1)
+    with torch.no_grad():
+        for step in range(8):
+            x = torch.randn(1, 1 + step % 2, 8)
+            ours, theirs = (model(x, cache) for model, cache in zip((optimized, source), caches, strict=True))
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+            expect_same_caches(*caches)
+    (whole,) = (fusion for fusion in xopt.report(optimized).fusions if fusion.path == "")
+    assert whole.problem is None
+    assert whole.fused

@@ -22,6 +22,10 @@ def truth(tensor: torch.Tensor, _: None) -> bool:
     return bool(tensor)
 
 
+def has_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype is dtype
+
+
 def is_told_by_arguments(node: Node) -> bool:
     """Whether nothing but the arguments, sizes and tables of integers say what it is: no layer has computed it."""
     seen: set[Node] = set()

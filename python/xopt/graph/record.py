@@ -21,8 +21,9 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from xopt.graph.autocast import CASTS, is_own, widens
-from xopt.graph.branch import is_told_by_arguments, truth
+from xopt.graph.branch import has_dtype, is_told_by_arguments, truth
 from xopt.graph.constants import Constants, are_same, values_in
+from xopt.graph.late import EFFECT, set_at_the_end
 from xopt.graph.native import native
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
@@ -63,7 +64,6 @@ def with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
     return tensor
 
 
-EFFECT = "effect"  # in the meta of a node that has to stay even where nobody uses its result
 KIND = "kind"  # in that of a parameter or buffer: its class
 
 
@@ -125,6 +125,7 @@ class Recorder:
         self._random_state = torch.get_rng_state()
         self._expected: set[tuple[Any, Any, Any]] = set()
         self.has_effects = False
+        self._late: dict[tuple[Node, str], Any] = {}
         self.refusal: str | None = None
         """Why this is no recording, which the forward may have caught."""
         self.kept: dict[Any, Any] = {}
@@ -254,6 +255,16 @@ class Recorder:
         node.meta.update({EXAMPLE: _described(example), EFFECT: True})
         return None if example is None else self._wrap(node, example)
 
+    def set_late(self, symbol: Any, name: str, value: Any) -> None:
+        """What an attribute of an object is to be after the call."""
+        self._late[symbol._node, name] = value
+
+    def do_late_settings(self) -> None:
+        """Now, since somebody wants to know of them."""
+        for (holder, name), value in self._late.items():
+            self.effect("call_function", setattr, (holder, name, value), {})
+        self._late.clear()
+
     def read(self, symbol: Any, name: str) -> Any:
         """An attribute of an object that is no tensor, whatever it is."""
         example = getattr(symbol._example, name)
@@ -274,6 +285,10 @@ class Recorder:
             raise CannotRecord(f"it compares a size with a {type(right).__name__}")
         self._expect(function, self._nodes((left, right)), outcome)
         return outcome
+
+    def expect_dtype(self, symbol: Symbol) -> None:
+        """Of a tensor that an object holds, whose kind the call's signature does not tell."""
+        self.expect(has_dtype, symbol, symbol._example.dtype)
 
     def expect_truth(self, symbol: Symbol) -> bool:
         """The same of a tensor of one value, on which a forward branches."""
@@ -400,7 +415,10 @@ class Recorder:
         for old, new in self._written:
             if any(user.users for user in set(old.users) - {new}):  # not what the part itself was taken by
                 raise CannotRecord("it writes to a part of a tensor that is used again")
-        self.graph.output(self._nodes(self._made(result)))
+        made = self._nodes(self._made(result))
+        set_at_the_end(self.graph, [(*key, self._nodes(value)) for key, value in self._late.items()])
+        self._late.clear()
+        self.graph.output(made)
 
     def _made(self, result: Any) -> Any:
         """The result with the steps that make its containers, where those are not Python's own."""

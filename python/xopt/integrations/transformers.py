@@ -6,7 +6,6 @@ It takes what transformers' sdpa takes; what the kernel does not do (dropout, so
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections import OrderedDict
@@ -21,7 +20,6 @@ from transformers import (
     Cache,
     EncoderDecoderCache,
 )
-from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
@@ -34,14 +32,13 @@ from xopt.graph.symbol import (
     is_symbolic,
     named_results,
     opaque_reads,
-    opaque_rules,
     recorder_of,
 )
-from xopt.integrations import experts  # noqa: F401 - a replacement of its own
+from xopt.integrations import cache_layers, experts  # noqa: F401 - rules and a replacement of their own
 from xopt.modules.attention import attend, attention_call, attention_steps, can_attend, is_plain_attention
 from xopt.modules.base import Context, Replacement, own_forward
 from xopt.modules.block import PROGRAMS
-from xopt.modules.chain import Call, Seen, Shape, Value, chainable
+from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.linear import PackedProduct
 from xopt.modules.pattern import step
 from xopt.modules.product import product_problem
@@ -128,11 +125,8 @@ def _attention_call(
     causal: bool,
     scaling: float | None,
 ) -> Call:
-    def fits(query: Shape, key: Shape, value: Shape) -> bool:
-        return not causal or query[2] > 1 or key[2] == 1
-
     mask = mask if position_bias is None else position_bias
-    return attention_call(query, key, value, mask, causal=causal, scale=scaling, fits=fits)
+    return attention_call(query, key, value, mask, causal=causal, scale=scaling, one_sees_all=True)
 
 
 def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool, query: Any, key: Any) -> torch.Tensor:
@@ -161,16 +155,6 @@ def take_attention() -> None:
     make masks of another kind. A function that somebody else has registered stays."""
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
         AttentionInterface.register("sdpa", attention_in_its_place)
-
-
-def _update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any) -> Any:
-    """What a cache answers with, out of a copy of the layer, which stays as it is."""
-    if layer >= len(cache.layers):  # it is made in the update, and has nothing to add
-        return keys, values
-    return copy.deepcopy(cache.layers[layer]).update(keys, values, *rest, **named)
-
-
-opaque_rules[Cache, "update"] = _update
 
 
 # ---- Caches of encoder-decoders -------------------------------------------------------------------------------------
@@ -220,20 +204,6 @@ def _read(name: str) -> Callable[[Any], Any]:
     return lambda symbol: symbol._recorder.read(symbol, name)
 
 
-def _sizes(name: str) -> Callable[[Any], Callable[..., Any]]:
-    """A method that answers with sizes, which grow with the cache."""
-
-    def read(symbol: Any) -> Callable[..., Any]:
-        def method(*given: Any) -> Any:
-            recorder = symbol._recorder
-            example = getattr(symbol._example, name)(*recorder.examples(given))
-            return recorder.record("call_method", name, (symbol, *given), {}, example)
-
-        return method
-
-    return read
-
-
 def _constant(name: str) -> Callable[[Any], Any]:
     return lambda symbol: symbol._recorder.read_constant(symbol, name)
 
@@ -251,14 +221,10 @@ opaque_states[EncoderDecoderCache] = _state
 opaque_reads[EncoderDecoderCache, "is_updated"] = _kept("is_updated", _Updated)
 for _name in ("self_attention_cache", "cross_attention_cache"):
     opaque_reads[EncoderDecoderCache, _name] = _kept(_name, _read(_name))
-for _name in ("get_seq_length", "get_query_offset", "get_mask_sizes"):
-    opaque_reads[Cache, _name] = _sizes(_name)
 for _name in ("is_sliding", "is_linear", "is_dummy", "is_compileable"):
     opaque_reads[Cache, _name] = _constant(_name)
 opaque_reads[Cache, "__bool__"] = _has_layers
 opaque_reads[Cache, "layers"] = _read("layers")
-for _name in ("keys", "values"):
-    opaque_reads[CacheLayerMixin, _name] = _read(_name)
 
 
 # ---- What models answer in -------------------------------------------------------------------------------------------

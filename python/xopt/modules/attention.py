@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -87,12 +88,20 @@ def is_plain_attention(node: Node, mask: Any) -> bool:
 
 
 def attention_call(
-    query: Value, key: Value, value: Value, mask: Value | None, *, causal: bool, scale: float | None, fits: Any
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    fits: Callable[..., bool] | None = None,
+    one_sees_all: bool = False,
 ) -> Call:
     def shape(query: Shape, key: Shape, value: Shape) -> Shape:
         return (query[0], query[2], query[1], value[3])
 
-    arguments = (query, key, value, mask, None if scale is None else float(scale), causal, 0, 0)
+    arguments = (query, key, value, mask, None if scale is None else float(scale), causal, 0, 0, one_sees_all)
     return Call("attention", arguments, query, shape, others=(key, value), fits=fits)
 
 

@@ -18,15 +18,15 @@ from torch.fx import Node
 
 from xopt import _C, ops  # noqa: F401 - loads them
 from xopt.modules import channels_last
+from xopt.modules.chain_call import Call as Call
+from xopt.modules.chain_call import Fitting
+from xopt.modules.chain_call import Shape as Shape
+from xopt.modules.chain_call import Value as Value
 from xopt.ops.chain import Given, Part, Result, SizeOf, call_text, calls_text
 
 Tensor = torch.Tensor
-Value = Given | Result
-Shape = tuple[int, ...]
-
 _chain = torch.ops.xopt.chain.default._op  # without a call of Python's that leads to it
 ANY_DIMS = 0
-_MOST_SHAPES = 64  # that a chain remembers to fit
 _OWN = -1  # the place of vectors that a chain has made
 _LINE = 16  # floats in a line of the CPU's caches
 _MOST_SKIPPED = 63  # calls of a chain, before it is told anew what could not be told
@@ -37,29 +37,6 @@ class Stored(NamedTuple):
 
     path: str
     name: str = ""
-
-
-class Call(NamedTuple):
-    """What a step is as an operator's call."""
-
-    op: str
-    arguments: tuple[Any, ...]
-    """In the order of its schema: constants, what `Seen` gave, and values of the chain."""
-    input: Value
-    shape: Callable[..., Shape]
-    """The result's, by those of the input and the others. It must not hold the module, whose program holds it."""
-    image_dims: int | None = None
-    """How many dimensions the input has to have (or ANY_DIMS); its channels have to be last in memory, unless:"""
-    any_layout: bool | None = False
-    """None: where `channels_last` says so."""
-    alike: Value | None = None
-    """What has to have the shape of the result."""
-    others: tuple[Value, ...] = ()
-    """Those whose shapes say, beside the input's, what the result's is."""
-    second: Callable[..., Shape] | None = None
-    """The shape of a second result, where it is not that of the first."""
-    fits: Callable[..., bool] | None = None
-    """Whether the operator takes input and others of these shapes."""
 
 
 class Linkable(NamedTuple):
@@ -216,14 +193,11 @@ class Settled(NamedTuple):
     """A chain's calls, for as long as nothing has changed that was looked at to tell them."""
 
     operands: _C.Operands
-    calls: list[Call]
     text: str
     images: list[tuple[int, int, bool | None]]
     """Values that have to be images: their places, dimensions, and whether any layout will do."""
-    fitting: dict[tuple[torch.Size, ...], bool] | None
-    """By the shapes of the values, whether what has to be alike is; None: there is no such thing."""
-    shapes: dict[Value, Shape]
-    """Of operands that stand where a step has a tensor."""
+    fitting: Fitting | None
+    """Whether what has to be alike is; None: there is no such thing."""
 
 
 class Chain:
@@ -294,7 +268,7 @@ class Chain:
             if isinstance(call.input, Given) and call.image_dims is not None
         ]
         depends = any(call.alike is not None or call.fits is not None for call in seen.calls)
-        return Settled(seen.operands, seen.calls, text, images, {} if depends else None, seen.shapes)
+        return Settled(seen.operands, text, images, Fitting(seen.calls, seen.shapes) if depends else None)
 
     def _step_by_step(self, modules: list[nn.Module], values: Sequence[Tensor]) -> Sequence[Tensor]:
         results: list[Any] = []
@@ -376,32 +350,4 @@ def _fits(settled: Settled, values: Sequence[Tensor]) -> bool:
             return False
         if dims == 3 and channels_last.answers_as_torch():
             return False
-    if settled.fitting is None:
-        return True
-    shapes = tuple([value.shape for value in values])
-    known = settled.fitting.get(shapes)
-    if known is None:
-        if len(settled.fitting) >= _MOST_SHAPES:
-            settled.fitting.clear()
-        known = settled.fitting[shapes] = _are_alike(settled, shapes)
-    return known
-
-
-def _are_alike(settled: Settled, shapes: Sequence[torch.Size]) -> bool:
-    """Whether calls find what they have to: what is added has to have the shape of what it is added to."""
-    results: list[tuple[Shape, Shape]] = []
-
-    def shape_of(value: Value) -> Shape:
-        if isinstance(value, Result):
-            return results[value.number][value.part]
-        return settled.shapes[value] if value in settled.shapes else tuple(shapes[value.place])
-
-    for call in settled.calls:
-        taken = [shape_of(value) for value in (call.input, *call.others)]
-        if call.fits is not None and not call.fits(*taken):
-            return False
-        result = call.shape(*taken)
-        results.append((result, result if call.second is None else call.second(*taken)))
-        if call.alike is not None and shape_of(call.alike) != result:
-            return False
-    return True
+    return settled.fitting is None or settled.fitting.holds(tuple([value.shape for value in values]))

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from xopt.graph.late import EFFECT
 from xopt.graph.program import MODULES
-from xopt.graph.record import EFFECT
 from xopt.modules.chain import Chain, Link, Linkable, Stored, linkables
 from xopt.modules.pattern import dtype_of, is_call, is_told_size, made_of_size, remove_unused, shape_of
 from xopt.ops.chain import Given, Result, SizeOf

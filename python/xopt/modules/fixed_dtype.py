@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
+from xopt.graph.branch import has_dtype
+from xopt.graph.record import expect
 from xopt.modules.chain import linkables
 from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, is_told_size
 
@@ -15,7 +17,9 @@ _TO_ONE_DTYPE = ("float", "half", "bfloat16")  # methods, whose names say which
 
 
 def has_fixed_dtype(node: Node) -> bool:
-    """Whether a call's kind or the graph itself tells its dtype: nobody knows that of what a cache gives."""
+    """Whether a call's kind or the graph itself tells its dtype: nobody knows that of what an object holds."""
+    if any(is_call(user, expect) and user.args[0] is has_dtype for user in node.users):
+        return True
     if node.op in ("placeholder", "get_attr") or is_told_size(node):
         return True
     if is_cast(node) and (node.target in _TO_ONE_DTYPE or any(isinstance(each, torch.dtype) for each in _told(node))):

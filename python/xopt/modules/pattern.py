@@ -14,7 +14,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from xopt.graph.record import EFFECT, EXAMPLE, Described, expect
+from xopt.graph.late import EFFECT
+from xopt.graph.record import EXAMPLE, Described, expect
 
 
 class Pattern:
