@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "tiles/level.h"
 
@@ -15,14 +16,6 @@ struct EmulatedTile {
 };
 inline thread_local EmulatedTile emulated_tiles[8];
 inline thread_local uint8_t emulated_rows[8];
-
-XOPT_INLINE float bf16_bits(uint32_t bits) {
-  bits <<= 16;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  // The hardware takes denormals for zero.
-  return (bits & 0x7f800000U) == 0 ? 0.0F : x;
-}
 
 inline void emulated_load(int tile, const void* base, int64_t stride) {
   for (int r = 0; r < emulated_rows[tile]; ++r) {
@@ -36,48 +29,49 @@ inline void emulated_store(int tile, void* base, int64_t stride) {
 }
 inline void emulated_zero(int tile) { std::memset(&emulated_tiles[tile], 0, sizeof(EmulatedTile)); }
 
-inline void emulated_dot_bf16(int c, int a, int b) {
-  for (int r = 0; r < emulated_rows[c]; ++r) {
-    float sum[16];
-    std::memcpy(sum, emulated_tiles[c].bytes[r], 64);
-    for (int k = 0; k < 16; ++k) {
-      uint16_t x[2];
-      std::memcpy(x, emulated_tiles[a].bytes[r] + 4 * k, 4);
-      uint16_t w[32];
-      std::memcpy(w, emulated_tiles[b].bytes[k], 64);
-      for (int n = 0; n < 16; ++n) {
-        sum[n] += bf16_bits(x[0]) * bf16_bits(w[2 * n]);
-        sum[n] += bf16_bits(x[1]) * bf16_bits(w[2 * n + 1]);
-      }
-    }
-    std::memcpy(emulated_tiles[c].bytes[r], sum, 64);
-  }
-}
-
-template <class A>
-void emulated_dot_int8(int c, int a, int b) {
-  for (int r = 0; r < emulated_rows[c]; ++r) {
-    int32_t sum[16];
-    std::memcpy(sum, emulated_tiles[c].bytes[r], 64);
-    for (int k = 0; k < 64; ++k) {
-      const auto x = static_cast<A>(emulated_tiles[a].bytes[r][k]);
-      for (int n = 0; n < 16; ++n) {
-        sum[n] += x * static_cast<int8_t>(emulated_tiles[b].bytes[k / 4][n * 4 + k % 4]);
-      }
-    }
-    std::memcpy(emulated_tiles[c].bytes[r], sum, 64);
-  }
-}
-
 // acc + the dot products of 16 pairs.
 XOPT_INLINE __m512 emulated_dpbf16(__m512 acc, __m512i a, __m512i b) {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000U));
+  // The hardware takes denormals for zero.
   auto value = [](__m512i bits) {
     const __mmask16 normal = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
     return _mm512_castsi512_ps(_mm512_maskz_mov_epi32(normal, bits));
   };
   acc = _mm512_fmadd_ps(value(_mm512_slli_epi32(a, 16)), value(_mm512_slli_epi32(b, 16)), acc);
   return _mm512_fmadd_ps(value(_mm512_and_si512(a, high)), value(_mm512_and_si512(b, high)), acc);
+}
+
+// Four bytes of row `r` of tile `a` for each four of columns.
+inline __m512i emulated_group(int a, int r, int group) {
+  int32_t bytes;
+  std::memcpy(&bytes, emulated_tiles[a].bytes[r] + 4 * group, 4);
+  return _mm512_set1_epi32(bytes);
+}
+
+inline void emulated_dot_bf16(int c, int a, int b) {
+  for (int r = 0; r < emulated_rows[c]; ++r) {
+    __m512 sum = _mm512_load_ps(emulated_tiles[c].bytes[r]);
+    for (int k = 0; k < 16; ++k) {
+      sum = emulated_dpbf16(sum, emulated_group(a, r, k), _mm512_load_si512(emulated_tiles[b].bytes[k]));
+    }
+    _mm512_store_ps(emulated_tiles[c].bytes[r], sum);
+  }
+}
+
+// By AVX512-VNNI, whose first factor is unsigned: of a signed one 128 more, which is taken off again.
+template <class A>
+void emulated_dot_int8(int c, int a, int b) {
+  const __m512i offset = _mm512_set1_epi32(static_cast<int>(std::is_signed_v<A> ? 0x80808080U : 0U));
+  for (int r = 0; r < emulated_rows[c]; ++r) {
+    __m512i sum = _mm512_load_si512(emulated_tiles[c].bytes[r]);
+    __m512i excess = _mm512_setzero_si512();
+    for (int k = 0; k < 16; ++k) {
+      const __m512i w = _mm512_load_si512(emulated_tiles[b].bytes[k]);
+      sum = _mm512_dpbusd_epi32(sum, _mm512_xor_si512(emulated_group(a, r, k), offset), w);
+      excess = _mm512_dpbusd_epi32(excess, offset, w);
+    }
+    _mm512_store_si512(emulated_tiles[c].bytes[r], _mm512_sub_epi32(sum, excess));
+  }
 }
 
 }  // namespace xopt::XOPT_ISA
