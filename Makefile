@@ -181,7 +181,8 @@ lint: $(tools)
 	ruff check .
 	ruff format --check .
 	@clang-format --dry-run -Werror $(cpp_files)
-	cmake -S . -B build/lint -G Ninja -DPython_EXECUTABLE="$$(command -v $(python))" -DXOPT_SYCL=$(sycl) > /dev/null
+	cmake -S . -B build/lint -G Ninja -DPython_EXECUTABLE="$$(command -v $(python))" -DXOPT_SYCL=$(sycl) \
+	  -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON > /dev/null
 	@echo "mypy, which takes one core, beside clang-tidy"
 	@$(python) -m mypy & types=$$!; $(python) .ci/clang_tidy.py && wait $$types || { wait; exit 1; }
 
