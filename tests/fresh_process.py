@@ -24,10 +24,16 @@ READ_EARLY = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "ASAN_", "UBSAN_", "TORCH", 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python <arguments>` with these environment variables on top, XOPT_MAX_ISA taken out unless it is among them."""
-    wanted = _on_top(environment)
-    if started_as(wanted) == _warm_process()[1]:
-        return _forked(arguments, wanted)
+    if started_as(_on_top(environment)) == started_as(os.environ):
+        return run_warm(*arguments, **environment)
     return run_cold(*arguments, **environment)
+
+
+def run_warm(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Forked also where the start has to be another one, for tests that want the same several times: what they are
+    forked from stays until the end."""
+    wanted = _on_top(environment)
+    return _forked(_warm_process(started_as(wanted))[0], arguments, wanted)
 
 
 def run_cold(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -55,24 +61,31 @@ def _output(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.strip()
 
 
-def started_as(environment: Mapping[str, str]) -> tuple[object, ...]:
+Start = tuple[frozenset[tuple[str, str]], frozenset[int]]
+
+
+def started_as(environment: Mapping[str, str]) -> Start:
     """What a process has read of its surroundings by the time that it has imported torch."""
-    early = {name: value for name, value in environment.items() if name.startswith(READ_EARLY)}
-    return early, os.sched_getaffinity(0)
+    early = frozenset((name, value) for name, value in environment.items() if name.startswith(READ_EARLY))
+    return early, frozenset(os.sched_getaffinity(0))
 
 
 @functools.cache
-def _warm_process() -> tuple[socket.socket, tuple[object, ...], subprocess.Popen[bytes]]:
-    """How to ask it, and what it was started with. It ends with this process, which closes the connection."""
+def _warm_process(start: Start) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """How to ask it. It ends with this process, which closes the connection."""
     connection, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "tests.warm_process", str(its_end.fileno())]
+    late = {name: value for name, value in os.environ.items() if not name.startswith(READ_EARLY)}
+    environment = {**late, **dict(start[0])}
     with its_end:
-        process = subprocess.Popen(command, cwd=ROOT, pass_fds=[its_end.fileno()], stdout=subprocess.DEVNULL)
-    return connection, started_as(os.environ), process
+        fds = [its_end.fileno()]
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdout=subprocess.DEVNULL, env=environment)
+    return connection, process
 
 
-def _forked(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    connection, *_ = _warm_process()
+def _forked(
+    connection: socket.socket, arguments: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         request = json.dumps([arguments, environment]).encode()
         socket.send_fds(connection, [request], [out.fileno(), err.fileno()])

@@ -26,7 +26,7 @@ def run_calls(level: str, mode: str, preload: pathlib.Path | None = None) -> Non
     environment = {"XOPT_MAX_ISA": level}
     if preload is not None:
         environment["LD_PRELOAD"] = f"{os.environ.get('LD_PRELOAD', '')} {preload}".strip()
-    done = fresh_process.run("-m", "tests.guarded_calls", mode, **environment)
+    done = fresh_process.run_warm("-m", "tests.guarded_calls", mode, **environment)
     lines = done.stdout.splitlines()
     last = lines[-1] if lines else "nothing"
     why = "touched memory outside its buffers" if done.returncode in FAULTS else f"ended with {done.returncode}"
@@ -89,6 +89,6 @@ def test_guarding_allocator_guards(guarding_allocator: pathlib.Path) -> None:
         "print('written', library.guarded_outputs_given_out())\n"
     )
     for offset, faults in ((999, False), (1000, True)):
-        done = fresh_process.run("-c", program, str(offset), LD_PRELOAD=str(guarding_allocator))
+        done = fresh_process.run_warm("-c", program, str(offset), LD_PRELOAD=str(guarding_allocator))
         assert (done.returncode != 0) == faults, done.stderr
         assert done.stdout.split() == ([] if faults else ["written", "1"])
