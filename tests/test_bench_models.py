@@ -27,6 +27,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one call: times mean nothing here."""
+    monkeypatch.setattr(models, "TURN_SECONDS", 0)
+    monkeypatch.setattr(models, "PAUSE_SECONDS", 0)
+
+
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
     """Processes that several tests use: each takes seconds to import what it needs."""
