@@ -18,6 +18,7 @@ from tests.test_optimize_conv import ROUNDING, relative_error, settled
 transformers = pytest.importorskip("transformers")
 diffusers = pytest.importorskip("diffusers")
 
+pytestmark = pytest.mark.long
 Inputs = dict[str, torch.Tensor]
 SMALL: Any = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 STAGES: Any = {"hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 1, 1]}
