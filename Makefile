@@ -112,7 +112,9 @@ check:
 $(VENV)/.tools: .ci/constraints.txt | check
 	@echo "Setting up $(VENV); the first time, pip fetches torch."
 	$(PYTHON) -m venv $(VENV)
-	$(python) -m pip install --quiet $(build_tools) $(run_tools) $(test_tools)
+	$(python) -m pip install --quiet --no-compile $(build_tools) $(run_tools) $(test_tools)
+	@# As pip would on one core; what some bring is written for later versions of Python.
+	@$(python) -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	@touch $@
 
 $(VENV)/.lint-tools: $(VENV)/.tools
