@@ -21,7 +21,7 @@ struct CpuFeatures {
   bool avx512f, avx512bw, avx512dq, avx512vl, avx512vbmi, avx512_vnni, avx512_bf16, avx512_fp16;
   bool amx_tile, amx_int8, amx_bf16, amx_fp16;
   bool amx_permitted;                     // the kernel granted the tile state to this process
-  bool emulated;                          // a build for tests whose AMX and AVX512-BF16 instructions are plain C++
+  bool emulated;                          // a build for tests, of AMX and AVX512-BF16 by the levels below
   int64_t l1d_bytes, l2_bytes, l3_bytes;  // 0 where CPUID does not tell
   int64_t l1d_ways;                       // likewise
 };

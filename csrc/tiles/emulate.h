@@ -1,5 +1,6 @@
-// Plain C++ in place of the AMX and AVX512-BF16 instructions, for builds with XOPT_EMULATE: the kernels of these levels
-// then run, and run under sanitizers (which see no tile access), on machines that lack them. Never in a release build.
+// The AMX and AVX512-BF16 instructions by those of the levels below, for builds with XOPT_EMULATE: the kernels of these
+// levels then run, and run under sanitizers (which see no tile access), on machines that lack them. Never in a release
+// build.
 #pragma once
 
 #include <immintrin.h>
