@@ -92,14 +92,16 @@ def pool(kind: str) -> Any:
     return ops.pool(image(2, 8, 6, 6), kind, **sizes)
 
 
-def attention(queries: int, keys: int) -> Any:
-    cache = torch.randn(1, 2, keys, 16)
-    return ops.attention(torch.randn(1, 2, queries, 16), cache, cache, causal=True, causal_offset=keys - queries)
+def attention(queries: int, keys: int, **options: Any) -> Any:
+    cache, options = torch.randn(1, 2, keys, 16), options or {"causal_offset": keys - queries}
+    return ops.attention(torch.randn(1, 2, queries, 16), cache, cache, causal=True, **options)
 
 
 CALLS: dict[str, Callable[[], Any]] = {
     "attention": lambda: attention(20, 20),
     "attention, decoding": lambda: attention(1, 300),
+    "attention, one of a text": lambda: attention(1, 300, one_sees_all=True),
+    "concat": lambda: ops.concat(torch.randn(1, 4, 9, 8), torch.randn(1, 1, 4, 8).transpose(1, 2), -2),
     "conv": lambda: conv(1, F32),
     "conv, depthwise": lambda: conv(8, F32),
     "conv, depthwise bf16": lambda: conv(8, torch.bfloat16),

@@ -243,6 +243,7 @@ def _attention_contenders(kernel: dict[str, Any], make: Callable[[], Named], all
     def operands() -> tuple[Any, ...]:
         named = make()
         causal = bool(named.get("causal") or named.get("is_causal"))
+        causal &= not (named.get("one_sees_all") and named["query"].shape[2] == 1)
         mask = named.get("mask", named.get("attn_mask"))
         if named.get("window") or named.get("causal_offset"):
             mask, causal = _banded(named, causal, mask), False

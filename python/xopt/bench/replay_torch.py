@@ -92,6 +92,10 @@ def _upsample(named: Named) -> Tensor:
     return F.interpolate(values, named["size"], mode=mode, align_corners=named.get("align_corners", False))
 
 
+def _concat(named: Named) -> Tensor:
+    return torch.cat((named["first"], named["second"]), named["dim"])
+
+
 def _window_partition(named: Named) -> Tensor:
     image, (height, width) = named["image"], named["window"]
     bottom, right = -image.shape[1] % height, -image.shape[2] % width
@@ -124,6 +128,7 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "pool": _pool,
     "adaptive_pool": _adaptive_pool,
     "upsample": _upsample,
+    "concat": _concat,
     "window_partition": _window_partition,
     "window_merge": _window_merge,
 }
