@@ -30,9 +30,11 @@ _SIMPLE = (type(None), bool, int, str, type(Ellipsis))
 
 
 class Program:
-    def __init__(self, root: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, root: nn.Module, recorder: Recorder, is_direct: bool = False) -> None:
         self._guard = Guard(root, recorder)
         self.has_effects = recorder.has_effects
+        self.is_direct = is_direct
+        """Whether it looks at nothing that a whole model's forward sets up (modules/direct.py)."""
         self._run = generate(recorder.graph, self._guard.index)
 
     def __call__(self, root: nn.Module, values: list[Any]) -> Any:

@@ -27,6 +27,7 @@ from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.chain_graph import chain_steps
 from xopt.modules.channels_last import is_entered
+from xopt.modules.direct import is_direct
 from xopt.modules.flow import Flow
 from xopt.modules.gradients import is_transformed
 from xopt.modules.kept_class import as_derived
@@ -67,6 +68,8 @@ class Programs:
         """What the programs fuse, in words."""
         self.problem: str | None = None
         """Why the last recording did not end in a program."""
+        self.has_direct = False
+        """Whether there is a program that looks at nothing that is set up for a whole model (direct.py)."""
         self._by_signature: dict[Any, list[Program]] = {}
         self._complete: set[Any] = set()
         self._substitutes: dict[Any, bool] = {}
@@ -87,6 +90,10 @@ class Programs:
         self.add(module, forward, key, args, kwargs)
         return self._by_signature.get(key, [])
 
+    def known(self, key: Any) -> list[Program]:
+        """The same of those that are there."""
+        return self._by_signature.get(key, [])
+
     def add(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Program | None:
         """One more program, for the sizes of this call; None: there can be none."""
         with self._lock:
@@ -96,6 +103,7 @@ class Programs:
             program = self._make(module, forward, args, kwargs)
             if program is not None:
                 self._by_signature[key] = [program, *known]
+                self.has_direct |= program.is_direct
             if program is None and self._unsettled:
                 del self._by_signature[key]
             elif program is None or len(known) + 1 >= _MOST_VARIANTS:
@@ -138,7 +146,7 @@ class Programs:
             recorder = record(as_derived(module), forward, args, kwargs)
             fused = apply_patterns(recorder, self.config)
             chain_steps(recorder.graph)
-            program = Program(module, recorder) if fused else None
+            program = Program(module, recorder, is_direct(recorder.graph)) if fused else None
         except ChangesItself as problem:
             self.problem = str(problem)
             self._changes += 1

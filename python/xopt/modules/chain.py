@@ -9,6 +9,7 @@ that somebody watches (a profiler, a dispatch mode), runs step by step. Which st
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,19 @@ from xopt.modules.chain_call import Value as Value
 from xopt.ops.chain import Given, Part, Result, SizeOf, call_text, calls_text
 
 Tensor = torch.Tensor
+
+
+class _Natively(threading.local):
+    """Whether this thread wants chains to be run natively or not at all."""
+
+    on = False
+
+
+class NotNative(Exception):
+    """A chain that cannot."""
+
+
+natively = _Natively()
 _chain = torch.ops.xopt.chain.default._op  # without a call of Python's that leads to it
 ANY_DIMS = 0
 _OWN = -1  # the place of vectors that a chain has made
@@ -215,12 +229,14 @@ class Chain:
         settled = self._settled
         if not is_watched():
             tensors = None if settled is None else settled.operands.gather(modules, values)
-            if tensors is None and not self._is_in_vain():
+            if tensors is None and not natively.on and not self._is_in_vain():
                 settled = self._settled = self._settle(modules, len(values))
                 tensors = None if settled is None else settled.operands.gather(modules, values)
                 self._to_skip = min(2 * self._to_skip + 1, _MOST_SKIPPED) if tensors is None else 0
             if tensors is not None and settled is not None and _fits(settled, values):
                 return _chain(tensors, settled.text)  # type: ignore[no-any-return]
+        if natively.on:
+            raise NotNative
         return self._step_by_step(modules, values)
 
     def _is_in_vain(self) -> bool:

@@ -15,7 +15,7 @@ class _State(threading.local):
     entered = False
 
 
-_state = _State()
+state = _State()
 
 
 class _Within:
@@ -25,11 +25,11 @@ class _Within:
     flag: ClassVar[str]
 
     def __enter__(self) -> None:
-        self._before = getattr(_state, self.flag)
-        setattr(_state, self.flag, True)
+        self._before = getattr(state, self.flag)
+        setattr(state, self.flag, True)
 
     def __exit__(self, *problem: object) -> None:
-        setattr(_state, self.flag, self._before)
+        setattr(state, self.flag, self._before)
 
 
 class inside(_Within):  # noqa: N801
@@ -55,14 +55,14 @@ class entered(_Within):  # noqa: N801
 
 def is_inside() -> bool:
     """Whether this thread runs a model whose images have their channels last."""
-    return _state.inside
+    return state.inside
 
 
 def answers_as_torch() -> bool:
     """Whether this thread runs a model whose sequences have to come out of a convolution in torch's layout."""
-    return _state.as_torch
+    return state.as_torch
 
 
 def is_entered() -> bool:
     """Whether this thread runs a model, or a block of one, whose layout somebody sees to."""
-    return _state.inside or _state.entered or _state.as_torch
+    return state.inside or state.entered or state.as_torch

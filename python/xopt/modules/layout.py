@@ -112,7 +112,22 @@ class Layout:
         for image, copy in copies:
             if copy._version > 0:
                 image.copy_(copy)
-        return map_tensors(_contiguous, result)
+        return map_tensors(contiguous, result)
+
+    def is_ready_for(self, values: tuple[Any, ...]) -> bool | None:
+        """Whether a forward of these computes with its images' channels last; None: it needs more than that."""
+        if self._plays_no_part:
+            return False
+        if self._takes_views or not self._was_right:
+            return None
+        inside = False
+        for value in values:
+            if type(value) is not torch.Tensor or value.dim() not in _FORMATS:
+                continue
+            if value.stride(1) == 1 or value.size(1) > _FEW_CHANNELS or value.layout != torch.strided:
+                return None
+            inside |= value.dim() in self._dims and value.dtype in FLOATING
+        return inside
 
     def _has_channels_first(self, value: Any) -> bool:
         """Whether it is an image in another layout than convolutions compute in."""
@@ -151,7 +166,7 @@ class _Written:
                     tensor.copy_(copy)
 
 
-def _contiguous(result: torch.Tensor) -> torch.Tensor:
+def contiguous(result: torch.Tensor) -> torch.Tensor:
     """Of what lies close together in another order, as convolutions answer."""
     if result.dim() < 3 or result.layout != torch.strided or result.is_contiguous():
         return result

@@ -20,11 +20,14 @@ from xopt import sycl
 from xopt.config import Config
 from xopt.graph.autocast import autocast
 from xopt.modules.block import PROGRAMS, Block, Forward, Programs, can_be_block, is_small, run, source_forward
+from xopt.modules.direct import Direct
 from xopt.modules.flow import Flow, device_type
 from xopt.modules.kept_class import keep_class
 from xopt.modules.layout import Layout, image_dims
 from xopt.modules.own_product import OwnProducts
 from xopt.tuning import ModelTuning
+
+_is_tracing = torch._C._is_tracing
 
 
 class RootForward:
@@ -48,6 +51,7 @@ class RootForward:
         self.tuning = tuning
         self._layout = Layout(dims)
         self._flow = flow
+        self._direct = Direct(self._layout, flow)
         self._backend = backend
         self.left_to_cpu: set[str] = set()
         # Libraries look at the arguments that a model's forward takes.
@@ -69,6 +73,11 @@ class RootForward:
         return self._call(module, args, kwargs)
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        programs: Programs | None = module.__dict__.get(PROGRAMS)
+        if programs is not None and programs.has_direct and not torch.compiler.is_compiling() and not _is_tracing():
+            result = self._direct(module, programs, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if self._flow is None:
             return self._layout.call(self._forward, module, args, kwargs)
         device = device_type(module, (*args, *kwargs.values()))
