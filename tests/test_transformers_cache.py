@@ -149,6 +149,81 @@ def test_a_step_is_one_chain(name: str, chains_called: list[int]) -> None:
                 assert len(chains_called) == 1 or name in ("mistral", "gemma"), (step, chains_called)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_a_cache_one_is_made(name: str, chains_called: list[int]) -> None:
+    """As transformers' models do by default; a caller may go on with it, and has another one of each call."""
+    source = model_of(name)
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    made = []
+    with torch.no_grad():
+        for length in (5, 7, 2, 1, 5):
+            words = torch.randint(0, 64, (2, length))
+            chains_called.clear()
+            ours, theirs = (model(words) for model in (optimized, source))
+            assert type(ours.past_key_values) is type(theirs.past_key_values)
+            expect_same_caches(ours.past_key_values, theirs.past_key_values)
+            for _ in range(2):
+                following = torch.randint(0, 64, (2, 1))
+                logits = [
+                    model(following, past_key_values=result.past_key_values).logits
+                    for model, result in ((optimized, ours), (source, theirs))
+                ]
+                torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+            expect_same_caches(ours.past_key_values, theirs.past_key_values)
+            made.append(ours.past_key_values)
+    lengths = {id(cache): cache.layers[-1].keys.shape[2] for cache in made}
+    assert len(lengths) == 5
+    assert name != "llama" or [*lengths.values()] == [7, 9, 4, 3, 7]
+    (whole,) = (fusion for fusion in xopt.report(optimized).fusions if fusion.path == "")
+    assert whole.problem is None
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_prompt_is_one_chain(given: bool, chains_called: list[int]) -> None:
+    optimized = xopt.optimize(model_of("llama"), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for length in (3, 3, 3, 8):
+            cache = transformers.DynamicCache(config=optimized.config) if given else None
+            chains_called.clear()
+            result = optimized(torch.randint(0, 64, (1, length)), past_key_values=cache)
+            assert result.past_key_values.get_seq_length() == length
+    assert len(chains_called) == 1
+
+
+@pytest.mark.parametrize("make", [transformers.BartConfig, transformers.T5Config])
+def test_encoder_decoders_make_two(make: Any) -> None:
+    sizes = {"d_model": 32, "vocab_size": 64, "decoder_start_token_id": 0}
+    if make is transformers.T5Config:
+        sizes |= {"d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    else:
+        sizes |= {
+            f"{part}_{name}": size
+            for part in ("encoder", "decoder")
+            for name, size in (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))
+        }
+    torch.manual_seed(0)
+    source = transformers.AutoModelForSeq2SeqLM.from_config(make(**sizes)).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            words, first = torch.randint(1, 64, (2, 6)), torch.randint(1, 64, (2, 2))
+            results = [model(words, decoder_input_ids=first) for model in (optimized, source)]
+            for _ in range(4):
+                for part in ("self_attention_cache", "cross_attention_cache"):
+                    expect_same_caches(*(getattr(each.past_key_values, part) for each in results))
+                assert results[0].past_key_values.is_updated == results[1].past_key_values.is_updated
+                next_word = torch.randint(1, 64, (2, 1))
+                results = [
+                    model(
+                        encoder_outputs=(each.encoder_last_hidden_state,),
+                        decoder_input_ids=next_word,
+                        past_key_values=each.past_key_values,
+                    )
+                    for model, each in zip((optimized, source), results, strict=True)
+                ]
+                torch.testing.assert_close(results[0].logits, results[1].logits, atol=1e-4, rtol=1e-4)
+
+
 def test_large_caches_are_updated_layer_by_layer(monkeypatch: pytest.MonkeyPatch, chains_called: list[int]) -> None:
     source = model_of("llama")
     optimized = xopt.optimize(source, dtype=torch.float32)

@@ -1,11 +1,13 @@
-"""What a forward does to objects that are no tensors, put off to the end of the recorded graph.
+"""Moves what has to do with objects that are no tensors to where it stands in nobody's way: what is asked of a call to
+the beginning of a recorded graph, and what is done to objects to its end.
 
-There it stands in nobody's way: what comes before can be computed together, and a call that turns out not to be of the
-recorded kind, or raises, has changed nothing yet. Whoever puts something off has to answer in its place until then.
+What is between can be computed together, a call that turns out not to be of the recorded kind has computed nothing, and
+one that raises has changed nothing. Whoever puts something off has to answer in its place until then.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -33,3 +35,15 @@ def set_at_the_end(graph: Graph, settings: list[tuple[Node, str, Any]]) -> None:
 def _can_wait(node: Node) -> bool:
     """Whether it computes something: what objects hold may be something else by then."""
     return node.op in ("call_function", "call_method") and EFFECT not in node.meta and node.target is not getattr
+
+
+def ask_first(graph: Graph, expect: Any) -> None:
+    """Moves the steps that end a call of another kind, `expect`, with what they look at, if only arguments tell it."""
+    early = dict.fromkeys(node for node in graph.nodes if node.op == "placeholder")
+    for node in list(graph.nodes):
+        if EFFECT in node.meta:
+            return
+        looks = node.target in (getattr, operator.getitem, expect, "size")
+        if looks and node.all_input_nodes and all(source in early for source in node.all_input_nodes):
+            next(reversed(early)).append(node)
+            early[node] = None

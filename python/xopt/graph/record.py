@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from xopt.graph.autocast import CASTS, is_own, widens
 from xopt.graph.branch import has_dtype, is_told_by_arguments, truth
 from xopt.graph.constants import Constants, are_same, values_in
-from xopt.graph.late import EFFECT, set_at_the_end
+from xopt.graph.late import EFFECT, ask_first, set_at_the_end
 from xopt.graph.native import native
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
@@ -65,6 +65,7 @@ def with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
 
 
 KIND = "kind"  # in that of a parameter or buffer: its class
+MAKES_RESULT = "makes result"  # in that of a step that makes a container of what the forward answers
 
 
 class Described(NamedTuple):
@@ -415,6 +416,7 @@ class Recorder:
         for old, new in self._written:
             if any(user.users for user in set(old.users) - {new}):  # not what the part itself was taken by
                 raise CannotRecord("it writes to a part of a tensor that is used again")
+        ask_first(self.graph, expect)
         made = self._nodes(self._made(result))
         set_at_the_end(self.graph, [(*key, self._nodes(value)) for key, value in self._late.items()])
         self._late.clear()
@@ -425,8 +427,10 @@ class Recorder:
         known = next((known for kind, known in named_results.items() if isinstance(result, kind)), None)
         if known is not None:
             named = self._made(known.items(result))
-            make = known.maker(type(result), self.examples(named))
-            return self.graph.call_function(make, (), self._nodes(named))
+            make = known.maker(result, self.examples(named))
+            node = self.graph.call_function(make, (), self._nodes(named))
+            node.meta[MAKES_RESULT] = True
+            return node
         if type(result) is SymbolicSize:
             return self.graph.call_function(torch.Size, (self._nodes(result),))
         if type(result) in (tuple, list):

@@ -7,6 +7,7 @@ somebody has explained, ends the recording with `CannotRecord`.
 from __future__ import annotations
 
 import functools
+import keyword
 import math
 import operator
 import sys
@@ -56,8 +57,8 @@ class NamedResult(NamedTuple):
 
     items: Callable[[Any], dict[str, Any]]
     """Those that make another, of one."""
-    maker: Callable[[type, dict[str, Any]], Callable[..., Any]]
-    """What makes one of a class of named values, such as these: the class itself, or what comes to the same sooner."""
+    maker: Callable[[Any, dict[str, Any]], Callable[..., Any]]
+    """What makes one like this of named values, such as these: its class, or what comes to the same sooner."""
 
 
 named_results: dict[type, NamedResult] = {}
@@ -322,10 +323,11 @@ class _Method:
 
 
 def writes(name: str) -> bool:
-    """Whether a function or method of this name changes its first argument in place, as torch names them."""
+    """Whether a function or method of this name changes its first argument in place, as torch names them. Python's own
+    operators end so where they would be keywords (`operator.and_`)."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and hasattr(operator, f"__{name[3:]}"))
-    return name.endswith("_")
+    return name.endswith("_") and not keyword.iskeyword(name[:-1])
 
 
 def may_write(function: Any, kwargs: dict[str, Any]) -> bool:

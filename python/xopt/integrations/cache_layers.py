@@ -42,6 +42,14 @@ class _Recorded:
         vars(self)[name] = self._xopt_read[name] = value
         return value
 
+    def begin(self, layer: Any) -> None:
+        """To be what this one is, which was empty before its first update."""
+        for name, value in vars(layer).items():
+            if not isinstance(value, torch.Tensor):
+                vars(self)[name] = value
+            elif value.numel() == 0:
+                vars(self)[name] = torch.tensor([], dtype=value.dtype, device=value.device)
+
     def settings(self) -> dict[str, Any]:
         """What was set."""
         return {
@@ -87,13 +95,17 @@ def _record_layer(symbol: Symbol, keys: Any, values: Any, place: int) -> _Record
         return None
     layer = layers._example[place]
     recorder.expect(_is_of, layers[place], type(layer))
-    after = copy.deepcopy(layer)
+    begun, after = copy.deepcopy(layer), copy.deepcopy(layer)
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        after.update(*recorder.examples((keys, values)))
-    changing = frozenset(
-        name for name, value in vars(layer).items() if type(value) is int and vars(after)[name] != value
-    )
-    recorded: _Recorded = recorder.kept.setdefault(("layer", id(layer)), _Recorded(layers[place], changing))
+        examples = recorder.examples((keys, values))
+        if not layer.is_initialized:
+            begun.lazy_initialization(*examples)
+        after.update(*examples)
+    known, updated = vars(layer), vars(after)
+    changing = frozenset(name for name, value in known.items() if type(value) is int and updated[name] != value)
+    recorded = recorder.kept[("layer", id(layer))] = _Recorded(layers[place], changing)
+    if not layer.is_initialized:
+        recorded.begin(begun)
     return recorded
 
 
@@ -104,8 +116,9 @@ def _layers_that_grow(symbol: Symbol) -> Any:
     if key not in recorder.kept:
         layers = recorder.read(symbol, "layers")
         moves = recorder.read_constant(symbol, "offloading")
-        own = type(symbol._example).update is Cache.update
-        recorder.kept[key] = layers if own and recorder.expect(_grow, layers, None) and not moves else None
+        known = type(symbol._example).update is Cache.update and not moves
+        grow = known and (recorder.expect(_grow, layers, None) or recorder.expect(_are_empty, layers, None))
+        recorder.kept[key] = layers if grow else None
     return recorder.kept[key]
 
 
@@ -117,6 +130,12 @@ def _grow(layers: list[Any], _: None) -> bool:
             return False
         size += 2 * layer.keys.nbytes
     return 0 < size <= _MOST_BYTES and len(set(map(id, layers))) == len(layers)
+
+
+def _are_empty(layers: list[Any], _: None) -> bool:
+    """Whether all layers are such, and none has anything yet."""
+    empty = all(type(layer).update in _GROWING and not layer.is_initialized for layer in layers)
+    return empty and len(set(map(id, layers))) == len(layers) > 0
 
 
 def _is_of(layer: Any, kind: type) -> bool:

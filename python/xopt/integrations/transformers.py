@@ -34,7 +34,7 @@ from xopt.graph.symbol import (
     opaque_reads,
     recorder_of,
 )
-from xopt.integrations import cache_layers, experts  # noqa: F401 - rules and a replacement of their own
+from xopt.integrations import cache_layers, experts, made_caches  # noqa: F401 - rules and a replacement of their own
 from xopt.modules.attention import attend, attention_call, attention_steps, can_attend, is_plain_attention
 from xopt.modules.base import Context, Replacement, own_forward
 from xopt.modules.block import PROGRAMS
@@ -236,9 +236,10 @@ def _items(output: Any) -> dict[str, Any]:
     return dict(output)
 
 
-def _maker(kind: Any, named: dict[str, Any]) -> Callable[..., Any]:
+def _maker(output: Any, named: dict[str, Any]) -> Callable[..., Any]:
     """Makes an output as its class does, but for looking at all fields again for each that is set: that takes 10 us,
     and with cold caches 20, after each call of a model. The class itself where that is not the same."""
+    kind: Any = type(output)
     defaults = {field.name: field.default for field in fields(kind)}
 
     def make(**named: Any) -> Any:

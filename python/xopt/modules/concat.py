@@ -20,6 +20,7 @@ from xopt.modules.pattern import (
     dtype_of,
     is_call,
     only_reader,
+    replace,
     shape_of,
     writes_any_dtype,
 )
@@ -66,6 +67,34 @@ def _joins_two(node: Node) -> bool:
     dims = {len(shape_of(each)) for each in (*parts, node)}
     dtypes = {dtype_of(each) for each in (*parts, node)}
     return len(dims) == len(dtypes) == 1 and 1 <= min(dims) <= _MOST_DIMS and dtypes <= {*COPIED}
+
+
+class JoinNothing(Pattern):
+    """A cache's first keys, which are joined to nothing: a copy."""
+
+    stage: ClassVar[int] = 0
+    switch: ClassVar[str] = "fuse_attention"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, *_CAT):
+            parts = _parts(node)
+            if parts is not None and _is_nothing(parts[0]) and dtype_of(parts[0]) == dtype_of(parts[1]):
+                replace(graph, node, copied, (parts[1],), {})
+
+
+def _is_nothing(node: Node) -> bool:
+    return is_call(node, torch.tensor) and shape_of(node) == (0,) and argument(node, 0, "data") == []
+
+
+def copied(input: torch.Tensor) -> torch.Tensor:
+    return torch.cat((input,))
+
+
+@chainable(copied, where=lambda node: 1 <= len(shape_of(node)) <= _MOST_DIMS and dtype_of(node) in COPIED)
+def _copied_call(seen: Seen, input: Value) -> Call:
+    nothing = seen.call(Call("narrow", (input, 0, 0, 0), input, lambda shape: (0, *shape[1:])))
+    return Call("concat", (nothing, input, 0), input, lambda shape: shape)
 
 
 @chainable(*_CAT, where=_joins_two)

@@ -7,7 +7,6 @@ forward goes its whole way, which knows all others.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch.fx import Graph, Node
 from torch.nn.modules import module as modules_of_torch
 
 from xopt.graph.late import EFFECT
-from xopt.graph.parts import EXAMPLE, name_of
+from xopt.graph.parts import name_of
 from xopt.graph.program import Program
-from xopt.graph.record import OtherSizes, active, expect
+from xopt.graph.record import MAKES_RESULT, OtherSizes, active, expect
 from xopt.graph.signature import signature
 from xopt.modules import channels_last
 from xopt.modules.chain import Chain, natively
@@ -33,7 +32,7 @@ _PLAIN = frozenset(
     {
         *("size", "numel", "expand", "expand_as", "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze"),
         *("flatten", "contiguous", "to", "float", "bfloat16", "half", "getitem", "getattr", "embedding", "gather"),
-        *("arange", "cos", "sin", "add", "sub", "mul", "floordiv", "neg", "get_seq_length"),
+        *("arange", "cat", "cos", "sin", "add", "sub", "mul", "floordiv", "neg", "get_seq_length"),
     }
 )
 
@@ -47,8 +46,7 @@ def _is_plain(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output") or node.target is expect or EFFECT in node.meta:
         return True
     is_chain = isinstance(getattr(node.target, "__self__", None), Chain)
-    makes_result = EXAMPLE not in node.meta and all(user.op == "output" for user in node.users)
-    return is_chain or makes_result or node.target is operator.getitem or name_of(node.target) in _PLAIN
+    return is_chain or MAKES_RESULT in node.meta or name_of(node.target) in _PLAIN
 
 
 class Direct:
