@@ -190,8 +190,8 @@ def unet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 MODELS = {
     unet: {"gemm", "conv", "group_norm", "pool", "upsample"},
     bert: {"gemm", "attention", "norm"},
-    vit: {"gemm", "conv", "attention", "norm"},  # patches of an image are a convolution
-    llama: {"gemm", "attention", "norm", "rotary"},
+    vit: {"gemm", "conv", "concat", "attention", "norm"},  # patches of an image are a convolution
+    llama: {"gemm", "concat", "attention", "norm", "rotary"},  # with a cache that it makes
     resnet: {"gemm", "conv", "pool"},
     mobilenet: {"gemm", "conv", "conv_depthwise", "pool"},
 }
