@@ -279,6 +279,24 @@ def test_a_cache_of_another_dtype() -> None:
     assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
 
 
+def test_a_cache_of_fewer_layers_than_the_model() -> None:
+    source = model_of("llama")
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    caches: Any = [transformers.DynamicCache() for _ in range(2)]
+    first = torch.randn(2, 1, 2, 3, 8)
+    with torch.no_grad():
+        for cache in caches:
+            cache.update(*first, 0)
+        for _ in range(3):
+            words = torch.randint(0, 64, (1, 1))
+            ours, theirs = (
+                model(words, past_key_values=cache).logits
+                for model, cache in zip((optimized, source), caches, strict=True)
+            )
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+            expect_same_caches(*caches)
+
+
 class Curious(nn.Module):
     """Asks a cache what it has become."""
 

@@ -16,13 +16,14 @@ EFFECT = "effect"  # in the meta of a node that has to stay even where nobody us
 
 
 def set_at_the_end(graph: Graph, settings: list[tuple[Node, str, Any]]) -> None:
-    """Sets attributes of objects. Steps that are wanted for nothing else are moved there as well."""
+    """Sets attributes of objects. Steps that are wanted for nothing else are moved there as well, unless an object has
+    been changed before that."""
     late: dict[Node, None] = {}
     for holder, name, value in settings:
         node = graph.call_function(setattr, (holder, name, value))
         node.meta[EFFECT] = True
         late[node] = None
-    if not late:
+    if not late or any(EFFECT in node.meta and node not in late for node in graph.nodes):
         return
     first = next(iter(late))
     for node in reversed(list(graph.nodes)):

@@ -91,7 +91,7 @@ def _record_layer(symbol: Symbol, keys: Any, values: Any, place: int) -> _Record
     """None: it has to be updated as it is."""
     recorder = symbol._recorder
     layers = None if recorder.has_effects else _layers_that_grow(symbol)
-    if layers is None:
+    if layers is None or place >= len(layers._example):
         return None
     layer = layers._example[place]
     recorder.expect(_is_of, layers[place], type(layer))

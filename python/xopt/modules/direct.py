@@ -73,6 +73,8 @@ class Direct:
             return NotImplemented
         flow = self._flow
         found = programs.known((None, key) if flow is None else (flow.source, (flow.inside, *key[1:])))
+        if not found:
+            return NotImplemented
         state, before = channels_last.state, channels_last.state.inside
         state.inside, natively.on = inside, True
         try:
