@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from xopt.graph.autocast import CASTS, is_own, widens
 from xopt.graph.branch import has_dtype, is_told_by_arguments, truth
 from xopt.graph.constants import Constants, are_same, values_in
+from xopt.graph.fresh import is_blank, is_fresh
 from xopt.graph.late import EFFECT, ask_first, set_at_the_end
 from xopt.graph.native import native
 from xopt.graph.parts import EXAMPLE as EXAMPLE
@@ -76,29 +77,6 @@ class Described(NamedTuple):
 
 
 _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point)
-# These produce a tensor that nothing else refers to, so what is done to it in place can as well make a new one.
-_FRESH = frozenset(
-    {
-        *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
-        *("truediv", "div", "pow", "exp", "softmax", "gelu", "masked_fill", "where", "zeros", "ones", "full", "arange"),
-        *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
-        *("conv_transpose", "interpolate", "gather", "scatter", "sum", "mean", "sigmoid", "abs"),
-    }
-)
-# And these, which no pattern takes for another: their parts may be written to.
-_BLANK = frozenset(
-    {
-        *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like"),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "with_part"),
-    }
-)
-
-
-def is_fresh(target: Any) -> bool:
-    """Whether a step of this function or method gives a tensor that nothing else refers to."""
-    name = name_of(target)
-    return name in _FRESH or name in _BLANK
-
 
 in_floats: dict[Any, Callable[..., Any]] = {}
 """By function: what computes it in fp32 under autocast, where a forward has itself made its first argument fp32."""
@@ -227,7 +205,7 @@ class Recorder:
 
     def write_part(self, target: Symbol, key: Any, value: Any) -> None:
         """`target[key] = value` of a blank tensor, recorded as a step."""
-        if not isinstance(target._example, torch.Tensor) or name_of(target._node.target) not in _BLANK:
+        if not isinstance(target._example, torch.Tensor) or not is_blank(target._node.target):
             raise CannotRecord("it writes to a part of a tensor that others may see")
         given = (target, key, value)
         with torch.no_grad(), torch._C.DisableTorchFunction():

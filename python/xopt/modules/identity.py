@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch.fx import Graph, Node
 from torch.nn import functional
 
-from xopt.graph.record import is_fresh
+from xopt.graph.fresh import is_fresh
 from xopt.modules.pattern import DIVIDE, MULTIPLY, Pattern, allow_copies, argument, calls, dtype_of, operands, shape_of
 
 
