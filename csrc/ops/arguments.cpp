@@ -157,7 +157,6 @@ AtenTensorHandle Tensor::release() {
   return std::exchange(handle_, nullptr);
 }
 
-// `order`: the dimensions from the outermost in memory to the innermost.
 Tensor Tensor::empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order, bool keep) {
   int64_t strides[kMaxDims];
   int64_t stride = 1;

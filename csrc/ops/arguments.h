@@ -67,6 +67,8 @@ class Tensor {
   static Tensor empty_weight(const int64_t* sizes, int64_t dims, DType dtype);
   // The same with dimension 1 last in memory.
   static Tensor empty_channels_last(const int64_t* sizes, int64_t dims, DType dtype);
+  // The same with dimensions in this order, from the outermost in memory to the innermost; `keep`: as of `empty`.
+  static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order, bool keep = true);
   // The same with any strides.
   static Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype);
   // uint8 [bytes] in memory of weight_alloc, for a packed weight.
@@ -115,7 +117,6 @@ class Tensor {
                          const Place& device);
   Tensor copied_in_rows(const Place& device) const;
   static Tensor empty_in_rows(const int64_t* sizes, int64_t dims, DType dtype, bool keep);
-  static Tensor empty_in_order(const int64_t* sizes, int64_t dims, DType dtype, const int64_t* order, bool keep = true);
   static Tensor empty_of(int64_t elements, const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
                          bool keep);
   Tensor copied_to(Tensor copy) const;

@@ -73,6 +73,13 @@ struct Checked {
   }
 };
 
+// A dimension as it was given, counted from the end where it is negative, of so many that there are.
+inline int64_t dim_of(const char* op, const char* name, int64_t given, int64_t count) {
+  const int64_t dim = given < 0 ? given + count : given;
+  if (dim < 0 || dim >= count) fail(op, name, "expected one of ", count, " dimensions, got ", given);
+  return dim;
+}
+
 // A name out of a table of {name, value}.
 template <class Value>
 struct NamedValue {

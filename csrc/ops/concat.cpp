@@ -13,36 +13,35 @@ constexpr const char* kOp = "concat";
 constexpr const char* kNames[] = {"first", "second"};
 constexpr int64_t kMostDims = Integers::kMost;
 
-// The result's dimensions in the order in which they lie in memory, and where in it the joined one is.
+// The result's dimensions from the outermost in memory to the innermost.
 struct Order {
   int64_t dims[kMostDims];
-  int64_t count, joined;
+  int64_t count;
 };
 
 // As torch has it: images whose channels are last in memory stay so.
-Order order_of(const Tensor (&parts)[2], int64_t dim) {
+Order order_of(const Tensor (&parts)[2]) {
   bool channels_last = true;
   for (const Tensor& part : parts) {
     channels_last &= part.dims() > 3 && is_dense_channels_last(part) && !part.is_contiguous();
   }
-  Order order{{}, parts[0].dims(), 0};
+  Order order{{}, parts[0].dims()};
   for (int64_t i = 0; i < order.count; ++i) {
     order.dims[i] = !channels_last || i == 0 ? i : i + 1 < order.count ? i + 1 : 1;
-    if (order.dims[i] == dim) order.joined = i;
   }
   return order;
 }
 
 // Dimensions of a part from the innermost on, those that lie alike in the part and in the result as one; false where
 // there are too many.
-bool set_runs(const Tensor& part, const Order& order, const int64_t* to_strides, int64_t unit, CopiedRuns* runs) {
+bool set_runs(const Tensor& part, const Order& order, const Tensor& out, int64_t unit, CopiedRuns* runs) {
   runs->from = part.data();
   runs->run_bytes = unit;
   for (int dim = 0; dim < CopiedRuns::kDims; ++dim) runs->size[dim] = 1;
   int next = CopiedRuns::kDims;
   for (int64_t i = order.count - 1; i >= 0; --i) {
-    const int64_t size = part.size(order.dims[i]);
-    const int64_t from = part.stride(order.dims[i]) * unit, to = to_strides[i] * unit;
+    const int64_t dim = order.dims[i], size = part.size(dim);
+    const int64_t from = part.stride(dim) * unit, to = out.stride(dim) * unit;
     const bool outer = next < CopiedRuns::kDims;
     if (size == 1) continue;
     if (!outer && from == runs->run_bytes && to == runs->run_bytes) {
@@ -89,19 +88,13 @@ Tensor concat(Stack stack) {
   if (dims < 1 || dims > kMostDims) {
     fail(kOp, kNames[0], "expected 1 to ", kMostDims, " dimensions, got shape ", parts[0].shape_text());
   }
-  if (given < -dims || given >= dims) fail(kOp, "dim", "expected one of ", dims, " dimensions, got ", given);
-  const int64_t dim = given < 0 ? given + dims : given;
+  const int64_t dim = dim_of(kOp, "dim", given, dims);
   const DType dtype = check_parts(parts, dim);
 
-  const Order order = order_of(parts, dim);
-  int64_t sizes[kMostDims], strides[kMostDims], to_strides[kMostDims];
+  const Order order = order_of(parts);
+  int64_t sizes[kMostDims];
   for (int64_t i = 0; i < dims; ++i) sizes[i] = parts[0].size(i) + (i == dim ? parts[1].size(i) : 0);
-  int64_t stride = 1;
-  for (int64_t i = dims - 1; i >= 0; --i) {
-    to_strides[i] = strides[order.dims[i]] = stride;
-    stride *= sizes[order.dims[i]] > 1 ? sizes[order.dims[i]] : 1;
-  }
-  Tensor out = Tensor::empty_strided(sizes, strides, dims, dtype);
+  Tensor out = Tensor::empty_in_order(sizes, dims, dtype, order.dims);
   if (out.numel() == 0) return out;
 
   ConcatCall call{};
@@ -109,11 +102,11 @@ Tensor concat(Stack stack) {
   call.unit = dtype_size(dtype);
   int64_t before = 0;
   for (int i = 0; i < 2; ++i) {
-    if (!set_runs(parts[i], order, to_strides, call.unit, &call.parts[i])) {
+    if (!set_runs(parts[i], order, out, call.unit, &call.parts[i])) {
       parts[i] = parts[i].contiguous_copy();
-      set_runs(parts[i], order, to_strides, call.unit, &call.parts[i]);
+      set_runs(parts[i], order, out, call.unit, &call.parts[i]);
     }
-    call.parts[i].at = before * to_strides[order.joined] * call.unit;
+    call.parts[i].at = before * out.stride(dim) * call.unit;
     before += parts[i].size(dim);
   }
   run(call);

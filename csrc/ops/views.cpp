@@ -31,13 +31,6 @@ void check_dims(const char* op, const Tensor& tensor, int64_t most) {
   fail(op, "input", "expected at most ", most, " dimensions, got shape ", tensor.shape_text());
 }
 
-// A dimension as it was given, counted from the end where it is negative, of so many that there are.
-int64_t dim_of(const char* op, const char* name, int64_t given, int64_t count) {
-  const int64_t dim = given < 0 ? given + count : given;
-  if (dim < 0 || dim >= count) fail(op, name, "expected one of ", count, " dimensions, got ", given);
-  return dim;
-}
-
 Tensor reference(const Tensor& tensor) { return Tensor(tensor.share()); }
 
 // ---- Other sizes ---------------------------------------------------------------------------------------------------
