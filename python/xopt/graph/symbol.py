@@ -44,11 +44,8 @@ class CannotRecord(Exception):
             active.recorder.refuse(message)
 
 
-# What an object that is no tensor may be asked during a recording: by class and method, a function that tells what the
-# method would return without doing it. Integrations fill it.
-OpaqueRule = Callable[..., Any]
-opaque_rules: dict[tuple[type, str], OpaqueRule] = {}
-# What may be read of such an object, by class and attribute: given the object's symbol, what the recorded forward gets.
+# What may be read of an object that is no tensor, by class and attribute: given the object's symbol, what the recorded
+# forward gets; of a method something that records its call. Integrations fill it.
 opaque_reads: dict[tuple[type, str], Callable[[Any], Any]] = {}
 
 
@@ -71,13 +68,8 @@ _OWN = frozenset({"_recorder", "_node", "_example", "_part_of"})  # what a symbo
 _CONSTANT_METHODS = frozenset({"dim", "ndimension", "is_floating_point", "is_complex", "element_size"})
 
 
-def rule_for(rules: dict[tuple[type, str], OpaqueRule], example: Any, name: str) -> OpaqueRule | None:
-    found = (rule for (kind, known), rule in rules.items() if known == name and isinstance(example, kind))
-    return next(found, None)
-
-
 class Symbol:
-    """Stands for a tensor, a size, or an object that only `opaque_rules` knows."""
+    """Stands for a tensor, a size, or an object that only `opaque_reads` knows."""
 
     def __init__(self, recorder: Recorder, node: Node, example: Any) -> None:
         self._recorder = recorder
@@ -101,13 +93,10 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         example = self._example
         if not isinstance(example, torch.Tensor):
-            read = rule_for(opaque_reads, example, name)
-            if read is not None:
-                return read(self)
-            rule = rule_for(opaque_rules, example, name)
-            if rule is None:
-                raise CannotRecord(f"it reads .{name} of a {type(example).__name__}")
-            return _Method(self, name, rule)
+            for (kind, known), read in opaque_reads.items():
+                if known == name and isinstance(example, kind):
+                    return read(self)
+            raise CannotRecord(f"it reads .{name} of a {type(example).__name__}")
         if name in _CONSTANT_ATTRIBUTES:
             return getattr(example, name)
         if name == "requires_grad":
@@ -120,7 +109,7 @@ class Symbol:
             return self.transpose(-2, -1) if name == "mT" or example.ndim == 2 else self._refuse(name)
         if name.startswith("_") or not callable(getattr(torch.Tensor, name, None)):
             return self._missing(name)
-        return _Method(self, name, None)
+        return _Method(self, name)
 
     def _missing(self, name: str) -> Any:
         """An attribute that only a tensor itself could tell, or that it has not: forwards ask by hasattr. What comes
@@ -292,18 +281,13 @@ _add_operators()
 class _Method:
     """A method of a symbol, about to be called."""
 
-    def __init__(self, symbol: Symbol, name: str, rule: OpaqueRule | None) -> None:
+    def __init__(self, symbol: Symbol, name: str) -> None:
         self._symbol = symbol
         self._name = name
-        self._rule = rule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         symbol, name = self._symbol, self._name
         recorder = symbol._recorder
-        if self._rule is not None:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                example = self._rule(symbol._example, *recorder.examples(args), **recorder.examples(kwargs))
-            return recorder.effect("call_method", name, (symbol, *args), kwargs, example)
         if name == "copy_":
             return recorder.copy_into(symbol, *args, **kwargs)
         if writes(name):

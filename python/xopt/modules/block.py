@@ -88,7 +88,7 @@ class Programs:
         if is_symbolic(args, kwargs) or len(self._by_signature) >= _MOST_SIGNATURES:
             return []
         self.add(module, forward, key, args, kwargs)
-        return self._by_signature.get(key, [])
+        return self.known(key)
 
     def known(self, key: Any) -> list[Program]:
         """The same of those that are there."""

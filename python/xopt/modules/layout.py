@@ -121,10 +121,10 @@ class Layout:
         if self._takes_views or not self._was_right:
             return None
         inside = False
-        for value in values:
+        for value in values:  # written out: this is what calls of Python's are spared for
             if type(value) is not torch.Tensor or value.dim() not in _FORMATS:
                 continue
-            if value.stride(1) == 1 or value.size(1) > _FEW_CHANNELS or value.layout != torch.strided:
+            if value.layout != torch.strided or value.stride(1) == 1 or value.size(1) > _FEW_CHANNELS:
                 return None
             inside |= value.dim() in self._dims and value.dtype in FLOATING
         return inside
