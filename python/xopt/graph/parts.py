@@ -92,6 +92,8 @@ def is_same_in_all_calls(node: Node, dim: int) -> bool:
     if name in _GIVEN_SIZES:
         sizes: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
         return isinstance(sizes, (tuple, list)) and dim < len(sizes) and type(sizes[dim]) is int and sizes[dim] >= 0
+    if name == "unflatten" and len(node.args) == 3:
+        return _is_same_unflattened(source, node.args[1], node.args[2], dim)
     if name == "transpose" and len(node.args) == 3:
         pair = [place % len(shape) for place in node.args[1:] if isinstance(place, int)]
         return is_same_in_all_calls(source, pair[1 - pair.index(dim)] if dim in pair else dim)
@@ -101,6 +103,18 @@ def is_same_in_all_calls(node: Node, dim: int) -> bool:
     if name in _KEEP_SIZES:
         return is_same_in_all_calls(source, dim)
     return name in _SPREAD and any(_decides(each, dim - len(shape), shape[dim]) for each in node.args)
+
+
+def _is_same_unflattened(source: Node, unflattened: Any, sizes: Any, dim: int) -> bool:
+    before = _shape(source)
+    if before is None or type(unflattened) is not int or not isinstance(sizes, (tuple, list)):
+        return False
+    first = unflattened % len(before)
+    if not first <= dim < first + len(sizes):
+        return is_same_in_all_calls(source, dim if dim < first else dim - len(sizes) + 1)
+    if type(sizes[dim - first]) is int and sizes[dim - first] >= 0:
+        return True
+    return all(type(size) is int for size in sizes) and is_same_in_all_calls(source, first)
 
 
 def _shape(node: Node) -> tuple[int, ...] | None:

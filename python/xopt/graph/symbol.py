@@ -138,10 +138,13 @@ class Symbol:
         object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
-        return self._refuse("len")  # type: ignore[no-any-return]
+        return int(self.size(0)) if self._has_rows() else self._refuse("len")
 
     def __iter__(self) -> Any:
-        return self._refuse("iteration")
+        return iter(self.unbind(0)) if self._has_rows() else self._refuse("iteration")
+
+    def _has_rows(self) -> bool:
+        return isinstance(self._example, torch.Tensor) and self._example.ndim > 0
 
     def __bool__(self) -> bool:
         if isinstance(self._example, torch.Tensor):

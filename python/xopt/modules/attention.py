@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -24,11 +25,12 @@ from xopt.modules.pattern import (
     allow_copies,
     argument,
     calls,
+    described,
     dtype_of,
     is_call,
     only_reader,
+    put_in_place,
     remove_unused,
-    replace,
     shape_of,
     step,
 )
@@ -71,6 +73,54 @@ def scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
     return attend(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
+
+
+def _are_one_without(dim: int, tensor: Tensor) -> bool:
+    """Whether all dimensions before the last two, but for this one, can be seen as one."""
+    rest = [each for each in range(tensor.ndim - 2) if each != dim and tensor.shape[each] != 1]
+    return all(tensor.stride(one) == tensor.stride(other) * tensor.shape[other] for one, other in pairwise(rest))
+
+
+@step("attention")
+def attention_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
+) -> Tensor:
+    """Of tensors with more than four dimensions, all but the last two of which are the same. One of these is taken for
+    the heads and the others for the batch: one for which no tensor has to be copied, if there is any."""
+    lead = query.shape[:-2]
+    if not lead == key.shape[:-2] == value.shape[:-2]:
+        return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale)
+    places = (dim for dim in reversed(range(len(lead))) if all(_are_one_without(dim, t) for t in (query, key, value)))
+    heads = next(places, len(lead) - 1)
+
+    def in_a_batch(tensor: Tensor) -> Tensor:
+        return tensor.movedim(heads, -3).flatten(0, -4)
+
+    if mask is not None and mask.ndim > 2:
+        mask = in_a_batch(mask.expand(*lead, *mask.shape[-2:]))
+    query, key, value = map(in_a_batch, (query, key, value))
+    attended = scaled_dot_product_attention(query, key, value, mask, causal=causal, scale=scale, gqa=False)
+    return attended.unflatten(0, (*lead[:heads], *lead[heads + 1 :])).movedim(-3, heads)
+
+
+def with_one_head(mask: Tensor) -> Tensor:
+    """[batch, queries, keys] as [batch, 1, queries, keys]; without a batch it fits as it is."""
+    return mask.unsqueeze(1) if mask.ndim == 3 else mask
+
+
+def put_attention(
+    graph: Graph, tensors: Sequence[Node], mask: Any, *, causal: bool, scale: float | None, gqa: bool = False
+) -> Node:
+    """The attention of tensors with three dimensions or more, as steps where the graph stands."""
+    dims = len(shape_of(tensors[0]))
+    kwargs = {"causal": causal, "scale": scale}
+    if dims > 4:
+        return graph.call_function(attention_in_parts, (*tensors, mask), kwargs)
+    if dims == 3:
+        tensors = [described(graph.call_method("unsqueeze", (tensor, 1))) for tensor in tensors]
+        mask = mask if mask is None else described(graph.call_function(with_one_head, (mask,)))
+    attended = described(graph.call_function(scaled_dot_product_attention, (*tensors, mask), {**kwargs, "gqa": gqa}))
+    return graph.call_method("squeeze", (attended, 1)) if dims == 3 else attended
 
 
 attention_steps: dict[Any, str] = {scaled_dot_product_attention: "scale"}
@@ -134,9 +184,15 @@ def _attention_of_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if dropout_p or not are_plain(query, key, value, attn_mask) or not can_attend(query, key, value, attn_mask):
+    if dropout_p or not are_plain(query, key, value, attn_mask):
         return NotImplemented
-    if not enable_gqa and query.shape[1] != key.shape[1]:
+    if query.ndim == key.ndim == value.ndim > 4 and not enable_gqa:
+        return attention_in_parts(query, key, value, attn_mask, causal=is_causal, scale=scale).contiguous()
+    if query.ndim == key.ndim == value.ndim == 3 and not enable_gqa:
+        tensors = [tensor.unsqueeze(1) for tensor in (query, key, value)]
+        mask = attn_mask if attn_mask is None else with_one_head(attn_mask)
+        return scaled_dot_product_attention(*tensors, mask, causal=is_causal, scale=scale, gqa=False).squeeze(1)
+    if not can_attend(query, key, value, attn_mask) or not (enable_gqa or query.shape[1] == key.shape[1]):
         return NotImplemented
     return attend(query, key, value, attn_mask, causal=is_causal, scale=scale).transpose(1, 2)
 
@@ -165,10 +221,14 @@ class FindAttention(Pattern):
             mask, dropout, causal, scale, gqa = (
                 argument(node, place, name) for place, name in enumerate(names, start=3)
             )
-            if query is None or len(shape_of(query)) != 4 or dropout or dtype_of(query) not in FLOATING:
+            tensors = (query, key, value)
+            dims = {len(shape_of(tensor)) for tensor in tensors}
+            if dropout or dtype_of(query) not in FLOATING or len(dims) > 1 or min(dims) < 3 or (gqa and dims != {4}):
                 continue
-            kwargs = {"causal": bool(causal), "scale": scale, "gqa": bool(gqa)}
-            replace(graph, node, scaled_dot_product_attention, (query, key, value, mask), kwargs)
+            allow_copies(node)
+            with graph.inserting_before(node):
+                found = put_attention(graph, tensors, mask, causal=bool(causal), scale=scale, gqa=bool(gqa))
+            put_in_place(graph, node, found)
 
 
 class AttendAsItLies(Pattern):

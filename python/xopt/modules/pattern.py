@@ -201,10 +201,15 @@ def replace(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], kwargs
     """A call in the place of a node. What only that node had used is left over, and removed by `remove_unused`."""
     with graph.inserting_before(node):
         new = graph.call_function(target, args, kwargs)
+    put_in_place(graph, node, new)
+    return new
+
+
+def put_in_place(graph: Graph, node: Node, new: Node) -> None:
+    """A new step in the place of a node."""
     new.meta.update(node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
-    return new
 
 
 def allow_copies(node: Node) -> None:

@@ -135,6 +135,15 @@ def squeezed(input: Value, dim: int) -> Call:
     return Call("squeeze", (input, dim), input, shape)
 
 
+def _loses_one(node: Node) -> bool:
+    return _has_numbers(node) and len(node.args) == 2 and len(shape_of(node)) + 1 == len(shape_of(node.args[0]))
+
+
+@_view("squeeze", torch.squeeze, where=_loses_one)
+def _squeeze(seen: Seen, input: Value, dim: int) -> Call:
+    return squeezed(input, dim)._replace(fits=lambda shape: shape[dim] == 1)
+
+
 def narrowed(input: Value, start: int, length: int) -> Call:
     """Columns of the last dimension."""
     return Call("narrow", (input, -1, start, length), input, lambda shape: (*shape[:-1], length))

@@ -9,13 +9,14 @@ import torch
 from torch.fx import Graph, Node
 from torch.nn import functional
 
-from xopt.modules.attention import join_masks, scaled_dot_product_attention
+from xopt.modules.attention import join_masks, put_attention
 from xopt.modules.pattern import (
     ADD,
     DIVIDE,
     MATMUL,
     MULTIPLY,
     Pattern,
+    allow_copies,
     argument,
     calls,
     described,
@@ -26,8 +27,8 @@ from xopt.modules.pattern import (
     only_reader,
     only_user,
     operands,
+    put_in_place,
     shape_of,
-    step,
 )
 from xopt.ops.fakes import FLOATING
 
@@ -288,7 +289,7 @@ def _is_one_a_head(factor: Any) -> bool:
 
 
 def _put(graph: Graph, node: Node, found: _Written) -> None:
-    dims = len(shape_of(node))
+    allow_copies(node)
     with graph.inserting_before(node):
 
         def method(name: str, *args: Any) -> Node:
@@ -310,36 +311,14 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
                 each = call(with_heads, each, *(found.heads or ()))
             added = each if (kind, value) == ("add", None) else call(as_mask, kind, each, value)
             mask = added if mask is None else call(join_masks, mask, added)
-        if dims == 3 and found.heads is None:
-            tensors = [method("unsqueeze", tensor, 1) for tensor in tensors]
-            mask = mask if mask is None else call(with_one_head, mask)
-        if dims > 4:
-            result = graph.call_function(attention_in_parts, tuple(tensors), {"scale": found.scale})
-        else:
-            kwargs = {"causal": False, "scale": found.scale, "gqa": False}
-            result = described(graph.call_function(scaled_dot_product_attention, (*tensors, mask), kwargs))
-            if found.heads is not None:
-                result = method("flatten", result, 0, 1)
-            elif dims == 3:
-                result = method("squeeze", result, 1)
-    result.meta.update(node.meta)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+        result = put_attention(graph, tensors, mask, causal=False, scale=found.scale)
+        if found.heads is not None:
+            result = method("flatten", result, 0, 1)
+    put_in_place(graph, node, result)
 
 
 def _scaled(query: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return (query * factor).to(query.dtype)
-
-
-@step("attention")
-def attention_in_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Of tensors with more than four dimensions, all but the last two of which are the same."""
-    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
-        return torch.softmax(query @ key.transpose(-2, -1) * scale, -1) @ value
-    lead = query.shape[:-3]
-    query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
-    attended = scaled_dot_product_attention(query, key, value, None, causal=False, scale=scale, gqa=False)
-    return attended.reshape(*lead, *attended.shape[1:])
 
 
 def as_mask(kind: str, mask: torch.Tensor, value: Any) -> torch.Tensor:
@@ -362,8 +341,3 @@ def with_heads(tensor: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
     if tensor.ndim < 3 or tensor.shape[0] == 1:
         return tensor if tensor.ndim < 3 else tensor.unsqueeze(0)
     return tensor.reshape(batch, heads, *tensor.shape[1:])
-
-
-def with_one_head(mask: torch.Tensor) -> torch.Tensor:
-    """[batch, queries, keys] as [batch, 1, queries, keys]; without a batch it fits as it is."""
-    return mask.unsqueeze(1) if mask.ndim == 3 else mask
