@@ -19,7 +19,7 @@ class Scaled(Mlp):
     def __init__(self, make: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.make = make
-        self.plain = torch.full((64,), 2.0)  # no buffer
+        self.plain, self.scalar = torch.full((64,), 2.0), torch.tensor(2.0)  # no buffers
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.make(self, x)
@@ -42,7 +42,6 @@ MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 NOT_MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "random": lambda module, x: torch.rand(64),
-    "an attribute": lambda module, x: module.plain.view(1, -1) * 2,
     "too many": lambda module, x: torch.tensor([[0.5] * 64] * 5),
     "changed": lambda module, x: functools.reduce(lambda made, each: made.add_(each), range(3), torch.zeros(64)),
     "a part of it changed": lambda module, x: [made := torch.zeros(64), made[3:].fill_(2.0)][0],
@@ -66,13 +65,52 @@ def test_tensors_made_of_numbers(name: str, context: Any) -> None:
     assert bool(xopt.report(optimized).fusions[0].fused) == (name in MADE)
 
 
-@pytest.mark.parametrize("part", [lambda module, x: module.plain[3], lambda module, x: module.plain * 2])
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(lambda module, x: module.plain[3], lambda module, x: module.plain * 2),
+        *(lambda module, x: module.plain[3] * 2, lambda module, x: module.plain.sum() + module.scalar),
+        *(lambda module, x: module.scalar, lambda module, x: module.scalar * 2),
+    ],
+)
 def test_an_attribute_that_is_no_buffer_is_followed(part: Any) -> None:
     source = Scaled(part).eval()
     optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
     source = copy.deepcopy(source)
     with torch.no_grad():
         for value in (2.0, 3.0, 4.0):
-            optimized[0].plain.fill_(value)
-            source.plain.fill_(value)
+            for model in (optimized[0], source):
+                model.plain.fill_(value)
+                model.scalar.fill_(value)
             torch.testing.assert_close(optimized(X), source(X))
+        for model in (optimized[0], source):
+            model.plain, model.scalar = torch.full((64,), 5.0), torch.tensor(6.0)
+        torch.testing.assert_close(optimized(X), source(X))
+
+
+def count(module: Any, x: Tensor) -> Tensor:
+    module.plain += 1
+    return module.plain
+
+
+def count_a_view(module: Any, x: Tensor) -> Tensor:
+    module.plain[3:].add_(1)
+    return torch.zeros(64)
+
+
+def count_a_number(module: Any, x: Tensor) -> Tensor:
+    torch.add(module.scalar, 1, out=module.scalar)
+    return torch.zeros(64)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("part", [count, count_a_view, count_a_number], ids=lambda part: part.__name__)
+def test_an_attribute_that_is_no_buffer_is_changed_once_a_call(part: Any, context: Any) -> None:
+    with context():
+        source = Scaled(part).eval()
+        optimized: Any = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+        source = copy.deepcopy(source)
+        for _ in range(4):
+            torch.testing.assert_close(optimized(X), source(X))
+            assert torch.equal(optimized[0].plain, source.plain)
+            assert torch.equal(optimized[0].scalar, source.scalar)

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from xopt import _C
 from xopt.graph.record import OtherSizes, Recorder, expect
 from xopt.graph.symbol import CannotRecord
-from xopt.graph.watch import OWN_ATTRIBUTES, watch
+from xopt.graph.watch import OWN_ATTRIBUTES, is_compared, watch
 
 MODULES = "*"  # as an attribute's name in a graph: the list of all modules, by their places
 # Of a comparison as it is written: to call a function takes as long as to compare ten sizes.
@@ -71,7 +71,7 @@ class Guard:
                 parent, _, name = path.rpartition(".")
                 self._modules.add(self.index[parent], name, weakref.ref(module), module.__dict__.get(EPOCH, 0))
             for name, value in module.__dict__.items():
-                if type(value) in (dict, list, set) and name not in OWN_ATTRIBUTES:
+                if is_compared(value) and name not in OWN_ATTRIBUTES:
                     self._modules.add_container(self.index[path], name, snapshot(value))
         watch(self._modules, modules, recorder.surroundings)
         self._computed = [each for each in recorder.watched if not _is_stored(*each)]

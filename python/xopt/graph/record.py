@@ -24,12 +24,13 @@ from xopt.graph.autocast import CASTS, is_own, widens
 from xopt.graph.branch import has_dtype, is_told_by_arguments, truth
 from xopt.graph.constants import Constants, are_same, values_in
 from xopt.graph.fresh import is_blank, is_fresh
+from xopt.graph.held import Held
 from xopt.graph.late import EFFECT, ask_first, set_at_the_end
 from xopt.graph.native import native
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.signature import fill, is_tensor, signature
-from xopt.graph.state import State, Surroundings, collector_paused, left_behind
+from xopt.graph.state import DRAWS, State, Surroundings, collector_paused, left_behind
 from xopt.graph.symbol import (
     CannotRecord,
     SizeSymbol,
@@ -50,7 +51,8 @@ class OtherSizes(Exception):
 
 
 class ChangesItself(CannotRecord):
-    """A forward sets numbers of its module. Once it sets what they are, it can be recorded."""
+    """A forward changes what its next call finds. Once that is what it would be changed to (numbers that are set anew,
+    a table that is filled when something is first asked for), it can be recorded."""
 
 
 def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) -> None:
@@ -110,6 +112,7 @@ class Recorder:
         self.kept: dict[Any, Any] = {}
         """For rules of objects that are no tensors: what they know of one during this recording."""
         self.constants = Constants()
+        self.held = Held(root)
         self._constant_nodes: dict[int, Node] = {}
         self.symbols: list[weakref.ref[Symbol]] = []
         """All that were made."""
@@ -345,7 +348,7 @@ class Recorder:
                 if self.has_drawn():
                     raise CannotRecord("it makes a tensor of its own, and random numbers")
                 if not self.constants.is_of_numbers(value):
-                    return value
+                    return value if self.constants.find(value) is None else self._constant(value)
                 with torch._C.DisableTorchFunction():
                     return value.clone()  # made of numbers, which are constants as well; the forward may change it
             if id(value) not in self._tensors:
@@ -358,7 +361,11 @@ class Recorder:
         return value
 
     def _constant(self, tensor: torch.Tensor) -> Node:
-        """The step that makes a tensor that the forward has made of numbers."""
+        """The step that reads a tensor that a module holds, or makes one that the forward has made of numbers."""
+        if tensor in self.held:
+            node = self.held.node(self.graph, tensor)
+            node.meta[EXAMPLE] = _described(tensor)
+            return node
         made = self.constants.find(tensor)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             if made is None or not are_same(
@@ -461,16 +468,16 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
             result = forward(root, *args, **kwargs)
     finally:
         active.recorder = outer
-        settles = state.differs_in_numbers_alone()
         changed = state.restore()
     if recorder.refusal is not None:
         raise CannotRecord(recorder.refusal)
     if changed is not None:
-        raise (ChangesItself if settles else CannotRecord)(f"{changed} in its forward")
+        raise (CannotRecord if changed == DRAWS else ChangesItself)(f"{changed} in its forward")
     recorder.surroundings = state.surroundings()
     recorder.finish(result)
     recorder.kept.clear()
     recorder.constants.clear()
+    recorder.held.clear()
     del result, args, kwargs, state
     if left_behind(recorder.symbols):
         raise CannotRecord("it leaves a tensor where the next call could find it")

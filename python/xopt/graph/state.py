@@ -28,9 +28,9 @@ from xopt.graph.symbol import CannotRecord, Symbol, active, is_symbol, is_symbol
 
 _CACHED: type = type(functools.lru_cache(int))
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # subclasses before their bases
-_NUMBERS = (bool, int, float)
-_WORDS = (*_NUMBERS, str)
+_WORDS = (bool, int, float, str)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "xopt", "numpy"}
+DRAWS = "random numbers are drawn"
 _MOST = 10_000  # containers and objects that one recording looks through
 
 
@@ -122,14 +122,6 @@ class State:
             self._kept[id(contents.container)] = contents
             pending.extend(_contents_of(contents.values()))
 
-    def differs_in_numbers_alone(self) -> bool:
-        """Whether all that changed are numbers that attributes hold, which a second call may set to the same."""
-        rebound = [names[name] for names, name, value in self._globals.values() if not _same(names.get(name), value)]
-        kept = (contents.differs_in_numbers_alone() for contents in self._kept.values())
-        classes = (_same_items(attributes(kind), before) for kind, before in self._classes.items())
-        drawn = any(pickle.dumps(get()) != state for get, _, state in self._generators)
-        return not drawn and all(kept) and all(classes) and all(type(value) in _NUMBERS for value in rebound)
-
     def restore(self) -> str | None:
         """Puts everything back; what was changed, in words."""
         changed = None
@@ -150,7 +142,7 @@ class State:
                 names[name] = value
         for get, put, state in self._generators:
             if pickle.dumps(get()) != state:
-                changed = "random numbers are drawn"
+                changed = DRAWS
                 put(pickle.loads(state))
         return changed
 
@@ -173,13 +165,6 @@ class _Contents:
 
     def values(self) -> Iterable[Any]:
         return self._content.values() if isinstance(self._content, dict) else self._content
-
-    def differs_in_numbers_alone(self) -> bool:
-        now, before = self._now(), self._content
-        if self.owner is self.container:
-            return _same_items(now, before)
-        changed = [value for name, value in now.items() if name not in before or not _same(value, before[name])]
-        return now.keys() >= before.keys() and all(type(value) in _NUMBERS for value in changed)
 
     def restore(self) -> bool:
         """Whether there was anything to undo."""

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from xopt import _C
+from xopt.graph.held import tensors_in
 from xopt.graph.state import Surroundings, attributes, is_of_user, own_classes
 from xopt.graph.symbol import CannotRecord
 
 OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) | {"forward"}  # which are asked for by themselves
 _COUNT = "num_batches_tracked"
-_WATCHED_BY_VALUE = (dict, list, set)  # by whoever makes the guard
 _CONTAINERS = (dict, list, set, deque)
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 _MOST = 10_000
@@ -36,7 +36,7 @@ def watch(guard: _C.ModuleGuard, modules: Iterable[tuple[int, nn.Module]], surro
     for place, module in modules:
         held = _of_module(module)
         guard.add_check(place, _Unchanged(_of_module, held))
-        watcher.add_named({name: value for name, value in held.items() if type(value) not in _WATCHED_BY_VALUE})
+        watcher.add_named({name: value for name, value in held.items() if not is_compared(value)})
     for names, name, value in surroundings.globals:
         if not (inspect.isroutine(value) or isinstance(value, (type, ModuleType, nn.Module))):
             guard.add_global(names, name, value)
@@ -44,6 +44,11 @@ def watch(guard: _C.ModuleGuard, modules: Iterable[tuple[int, nn.Module]], surro
     for kind in surroundings.classes:
         watcher.add_class(kind)
     watcher.follow()
+
+
+def is_compared(value: Any) -> bool:
+    """Whether a module's attribute is a container that is compared with a copy of it, not watched."""
+    return type(value) in (dict, list, set) and next(tensors_in(value), None) is None
 
 
 class _Watcher:

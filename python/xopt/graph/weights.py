@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic, writes
+from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic, may_write, writes
 
 if TYPE_CHECKING:
     from xopt.graph.record import Recorder
@@ -41,6 +41,8 @@ class WeightsToo(TorchFunctionMode):
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
             if name in _GIVING_NUMBERS and recorder.has_drawn():
                 raise CannotRecord("it makes random numbers")
+            if may_write(function, kwargs) and recorder.held.share_memory((args, kwargs)):
+                raise CannotRecord("it changes a tensor in place that a module holds")
             result = function(*args, **kwargs)
             recorder.constants.note(result, function, args, kwargs)
             return result

@@ -49,7 +49,7 @@ _MOST_MODULES = 512  # as one program, which is made anew for each change inside
 _MOST_SIGNATURES = 16
 _MOST_VARIANTS = 4  # of one signature, for sizes that take different branches
 _MOST_FAILURES = 16
-_MOST_CALLS_UNTIL_SETTLED = 2  # a forward may set attributes, which from then on are what it sets
+_MOST_CALLS_UNTIL_SETTLED = 2  # a forward may leave something behind, which its next call finds and leaves as it is
 _NUMBERS = (bool, int, float)
 
 Forward = Callable[..., Any]
