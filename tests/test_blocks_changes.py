@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xopt
@@ -68,6 +69,35 @@ def test_changes_are_seen(change: Callable[[Any], None]) -> None:
             model.eval()
         for _ in range(3):
             torch.testing.assert_close(optimized(X), source(X), rtol=1e-4, atol=1e-5)
+
+
+class Switches(Mlp):
+    """As some models take another forward once their norms are folded (`self.forward = self.forward_fused`)."""
+
+    def use(self, forward: Any) -> None:
+        self.forward = forward  # type: ignore[method-assign]
+
+    def doubled(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x))) * 2  # type: ignore[no-any-return]
+
+    def tripled(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x))) * 3  # type: ignore[no-any-return]
+
+
+def test_a_forward_of_the_modules_own_is_part_of_a_program() -> None:
+    inner = Switches()
+    inner.use(inner.doubled)
+    source = nn.Sequential(PreNorm(), nn.Sequential(inner)).eval()
+    optimized: Any = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for name in ("doubled", "doubled", "tripled", "tripled", "doubled"):
+            for model in (source, optimized):
+                module: Any = model[1][0]
+                module.use(getattr(module, name))
+            torch.testing.assert_close(optimized(X), source(X))
+            assert optimized[1][0].forward.__self__ is optimized[1][0]
+    fused = {fusion.path: fusion.fused for fusion in xopt.report(optimized).fusions}
+    assert fused[""].count("linear+gelu_erf") == 2
 
 
 def test_a_hook_that_leaves_lets_the_program_come_back() -> None:

@@ -39,6 +39,8 @@ MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one number": lambda module, x: torch.full((1,), float(x.shape[0])),
     "by sizes": lambda module, x: torch.eye(x.shape[1], 64),
     "changed, a number": changed_after_it_was_used,
+    "parts": lambda module, x: torch.arange(128.0).chunk(2)[1] + torch.meshgrid(torch.arange(64), indexing="ij")[0],
+    "parts of a parameter": lambda module, x: module.up.bias.split(64)[0] + module.up.weight.unbind(0)[2],
 }
 NOT_MADE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "random": lambda module, x: torch.rand(64),

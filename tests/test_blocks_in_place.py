@@ -97,3 +97,80 @@ def test_a_constant_that_is_changed_in_place_begins_anew_in_each_call(context: A
     with context():
         for _ in range(3):
             torch.testing.assert_close(optimized(X), source(X))
+
+
+def add_to_a_part_of_a_sum(y: Tensor) -> Tensor:
+    """As GhostNet adds its shortcut to the channels that it keeps."""
+    part = torch.cat([y, y], -1)[..., 10:74]
+    part += y
+    return part
+
+
+def write_a_part(y: Tensor) -> Tensor:
+    """As MViT adds relative positions to scores, but for the class token's."""
+    scores = y @ y.transpose(-2, -1)
+    scores[:, 1:, 1:] = scores[:, 1:, 1:].reshape(-1, 1).view(scores.shape[0], scores.shape[1] - 1, -1) + 0.5
+    return scores.softmax(-1) @ y
+
+
+def write_by_a_view(y: Tensor) -> Tensor:
+    total = y + 1
+    total[:, 0].mul_(2.0)
+    return total
+
+
+def read_the_whole_later(y: Tensor) -> Tensor:
+    total = y + 1
+    part = total[:, :1]
+    part += 1
+    return total * part
+
+
+def read_another_part_later(y: Tensor) -> Tensor:
+    total = y + 1
+    part, other = total[:, :1], total[..., 3:4]
+    part *= 3
+    return part + other
+
+
+def write_what_was_given(y: Tensor) -> Tensor:
+    part = y[:, :1]
+    part *= 3
+    return part + y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("place", range(3))
+def test_parts_that_are_changed_in_place(place: int, is_recorded: bool, dtype: torch.dtype) -> None:
+    recorded = (add_to_a_part_of_a_sum, write_a_part, lambda y: write_a_part(y) * add_to_a_part_of_a_sum(y))
+    others = (read_the_whole_later, read_another_part_later, write_by_a_view)
+    change: Change = (recorded if is_recorded else others)[place]
+
+    class Changes(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(change(self.down(self.up(x))))
+
+    source = nn.Sequential(Changes()).eval()
+    optimized = xopt.optimize(source, dtype=dtype)
+    with torch.no_grad():
+        for x in (X, X, X[:1], X[:, :3]):
+            given = x.clone()
+            result, exact = optimized(given), source(x)
+            assert float((result - exact).norm() / exact.norm()) < (1e-5 if dtype == torch.float32 else 3e-2)
+            assert torch.equal(given, x)
+    assert bool(xopt.report(optimized).fusions[0].fused) == is_recorded
+
+
+def test_a_part_of_what_was_given_is_changed_there() -> None:
+    class Changes(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(write_what_was_given(x))
+
+    source = nn.Sequential(Changes()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            one, other = X.clone(), X.clone()
+            torch.testing.assert_close(optimized(one), source(other))
+            assert torch.equal(one, other)

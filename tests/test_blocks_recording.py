@@ -226,6 +226,23 @@ def test_a_forward_that_fills_a_table_is_recorded_once_it_is_full() -> None:
         assert not optimized(X).any()
 
 
+def test_what_is_computed_is_an_index_of_a_parameter() -> None:
+    class Looks(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.ParameterList([torch.randn(4, 64)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.table[0][(x[..., 0] > 0).long()]
+
+    source = nn.Sequential(Looks()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for x in (X, -X, X[:1], X[:, :3]):
+            torch.testing.assert_close(optimized(x), source(x))
+    assert "linear+gelu_erf" in xopt.report(optimized).fusions[0].fused
+
+
 # ---- Forwards that look at sizes -----------------------------------------------------------------------------------
 
 

@@ -33,9 +33,15 @@ bool has_epoch(PyObject* attributes, long long expected) {
 
 bool is_empty_dict(PyObject* value) { return value != nullptr && PyDict_Check(value) && PyDict_GET_SIZE(value) == 0; }
 
+// A method of the module's own in the place of its class's forward (`self.forward = self.forward_fused`).
+bool is_own_method(PyObject* forward, PyObject* module) {
+  return PyMethod_Check(forward) && PyMethod_GET_SELF(forward) == module;
+}
+
 // Whether somebody wants to see, or change, what goes into a module with these attributes and what comes out of it.
-bool is_hooked(PyObject* attributes) {
-  if (find(attributes, names().forward) != nullptr) return true;
+bool is_hooked(PyObject* module, PyObject* attributes) {
+  PyObject* forward = find(attributes, names().forward);
+  if (forward != nullptr && !is_own_method(forward, module)) return true;
   for (PyObject* hooks : names().hooks) {
     if (!is_empty_dict(find(attributes, hooks))) return true;
   }
@@ -176,7 +182,7 @@ bool ModuleGuard::passes(PyObject* module, long long epoch, const py::object& ch
   if (!has_epoch(own.ptr(), epoch)) return false;
   Seen found;
   if (!is_root) {
-    if (find(own.ptr(), names().training) != Py_False || is_hooked(own.ptr())) return false;
+    if (find(own.ptr(), names().training) != Py_False || is_hooked(module, own.ptr())) return false;
     for (size_t i = 0; i < kHooks; ++i) found.hooks[i] = SeenDict(find(own.ptr(), names().hooks[i]));
   }
   found.attributes = SeenDict(own.ptr());  // before the rest: another thread may change them meanwhile
@@ -273,7 +279,7 @@ void bind_module_guard(const py::module_& m) {
   py::class_<ModuleGuard> guard(m, "ModuleGuard", py::custom_type_setup(make_collectable));
   guard.attr("EPOCH") = ModuleGuard::kEpoch;
   guard.def_static(
-      "is_hooked", [](const py::object& module) { return is_hooked(attributes_of(module.ptr()).ptr()); },
+      "is_hooked", [](const py::object& module) { return is_hooked(module.ptr(), attributes_of(module.ptr()).ptr()); },
       py::arg("module"));
   guard.def(py::init<long long>(), py::arg("root_epoch"))
       .def("add", &ModuleGuard::add, py::arg("parent"), py::arg("name"), py::arg("module"), py::arg("epoch"))

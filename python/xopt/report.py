@@ -242,8 +242,15 @@ def is_optimized(model: nn.Module) -> bool:
 
 
 def _fusions(model: nn.Module) -> Iterator[Fusion]:
-    """Of blocks that were called. Those inside a fused one are part of it and not called on their own."""
+    """Of blocks that were called. Those inside a fused one are part of it: what kept one of them from a program of its
+    own, in calls before there was one for all, is nobody's concern any more."""
+    whole: str | None = None
     for path, module in model.named_modules():
         programs = module.__dict__.get(PROGRAMS)
-        if isinstance(programs, Programs) and programs.was_tried:
+        if not isinstance(programs, Programs) or not programs.was_tried:
+            continue
+        is_inside = whole is not None and path.startswith(whole)
+        if programs.problem is None and not is_inside:
+            whole = path and f"{path}."
+        if programs.fused or not is_inside:
             yield Fusion(path, type(module).__name__, tuple(programs.fused), programs.problem)

@@ -26,14 +26,19 @@ class Constants:
     def __init__(self) -> None:
         self._made: dict[int, Made] = {}
 
-    def note(self, tensor: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a function has given. What it has only changed, or left as it was, is known already."""
+    def note(self, result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a function has given, or each part of it. What it has only changed, or left as it was, is known."""
         values = list(values_in((args, kwargs)))
-        if type(tensor) is not torch.Tensor or any(value is tensor for value in values):
-            return
         uninitialized = "empty" in getattr(function, "__name__", "")
-        if len(values) <= _MOST_VALUES and all(map(_is_plain, values)) and not uninitialized:
-            self._made[id(tensor)] = Made(tensor, function, args, kwargs)
+        if len(values) > _MOST_VALUES or not all(map(_is_plain, values)) or uninitialized:
+            return
+        if type(result) in (tuple, list):
+            made = [Made(part, part_of, (place, function, *args), kwargs) for place, part in enumerate(result)]
+        else:
+            made = [Made(result, function, args, kwargs)]
+        for each in made:
+            if type(each.tensor) is torch.Tensor and not any(value is each.tensor for value in values):
+                self._made[id(each.tensor)] = each
 
     def find(self, tensor: torch.Tensor) -> Made | None:
         return self._made.get(id(tensor))
@@ -49,6 +54,11 @@ class Constants:
 
     def clear(self) -> None:
         self._made.clear()
+
+
+def part_of(place: int, function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    part: torch.Tensor = function(*args, **kwargs)[place]
+    return part
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

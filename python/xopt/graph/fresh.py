@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.fx import Node
+
 from xopt.graph.parts import name_of
 
 _FRESH = frozenset(
@@ -23,6 +25,14 @@ _BLANK = frozenset(
 )
 
 
+_VIEWS = frozenset(
+    {
+        *("getitem", "__getitem__", "narrow", "select", "view", "reshape", "flatten", "unflatten", "squeeze"),
+        *("unsqueeze", "transpose", "permute", "contiguous", "chunk", "split", "unbind"),
+    }
+)
+
+
 def is_fresh(target: Any) -> bool:
     """Whether a step of this function or method gives a tensor that nothing else refers to."""
     name = name_of(target)
@@ -32,3 +42,23 @@ def is_fresh(target: Any) -> bool:
 def is_blank(target: Any) -> bool:
     """And one whose parts may be written to."""
     return name_of(target) in _BLANK
+
+
+def memory_of(node: Node) -> Node | None:
+    """The step that has made the memory which a step's result lies in, if nothing else refers to that but views."""
+    while not is_fresh(node.target):
+        source = node.args[0] if node.args and name_of(node.target) in _VIEWS else None
+        if node.op == "placeholder" or not isinstance(source, Node):
+            return None
+        node = source
+    return node
+
+
+def is_read_after(memory: Node, change: Node, places: dict[Node, int]) -> bool:
+    """Whether what a step made, or a view of it, is read after a change of it in place, but by the change itself."""
+    for user in memory.users:
+        if user is change or name_of(user.target) in ("size", "expect"):
+            continue
+        if places[user] > places[change] or (not is_fresh(user.target) and is_read_after(user, change, places)):
+            return True
+    return False

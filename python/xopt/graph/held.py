@@ -28,7 +28,8 @@ class Held:
         for module in root.modules():
             for name, value in module.__dict__.items():
                 if name not in _REGISTERED:
-                    self._tensors.update((id(tensor), tensor) for tensor in tensors_in(value))
+                    found = (tensor for tensor in tensors_in(value) if type(tensor) is torch.Tensor)
+                    self._tensors.update((id(tensor), tensor) for tensor in found)
         self._memory = {_memory_of(tensor) for tensor in self._tensors.values()}
         self._nodes: dict[int, Node] = {}
 
@@ -60,7 +61,7 @@ def read_held(held: weakref.ref[torch.Tensor]) -> torch.Tensor:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if type(value) is torch.Tensor:
+    if isinstance(value, torch.Tensor):
         yield value
     elif type(value) is tuple or type(value) in _CONTAINERS:
         for each in value.values() if isinstance(value, dict) else value:

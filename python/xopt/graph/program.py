@@ -11,13 +11,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import Graph, Node
 
 from xopt import _C
 from xopt.graph.record import OtherSizes, Recorder, expect
-from xopt.graph.symbol import CannotRecord
 from xopt.graph.watch import OWN_ATTRIBUTES, is_compared, watch
 
 MODULES = "*"  # as an attribute's name in a graph: the list of all modules, by their places
@@ -98,11 +96,7 @@ def snapshot(value: Any) -> Any:
     kind = type(value)
     if kind is dict:
         return {name: snapshot(item) for name, item in value.items()}
-    if kind in (list, tuple, set, frozenset):
-        return kind(snapshot(item) for item in value)
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, type)):
-        return value
-    raise CannotRecord(f"an attribute holds a {kind.__name__} in a container")
+    return kind(map(snapshot, value)) if kind in (list, tuple, set, frozenset) else value
 
 
 def generate(graph: Graph, index: dict[str, int]) -> Callable[..., Any]:

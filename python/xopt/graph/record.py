@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from xopt.graph.autocast import CASTS, is_own, widens
 from xopt.graph.branch import has_dtype, is_told_by_arguments, truth
 from xopt.graph.constants import Constants, are_same, values_in
-from xopt.graph.fresh import is_blank, is_fresh
+from xopt.graph.fresh import is_blank, is_read_after, memory_of
 from xopt.graph.held import Held
 from xopt.graph.late import EFFECT, ask_first, set_at_the_end
 from xopt.graph.native import native
@@ -65,6 +65,11 @@ def with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
     """The step of a recorded graph that writes to a part of a blank tensor, which nobody sees as it was."""
     tensor[key] = value
     return tensor
+
+
+def copied_with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
+    """The same where a pattern may have made the tensor one that others see."""
+    return with_part(tensor.clone(), key, value)
 
 
 KIND = "kind"  # in that of a parameter or buffer: its class
@@ -200,16 +205,20 @@ class Recorder:
         if function is None or type(target) is not Symbol or not isinstance(target._example, torch.Tensor):
             raise CannotRecord("it changes something in place")
         result = self.call(function, target, *args, **kwargs)
-        if not is_fresh(target._node.target) or result._example.dtype != target._example.dtype:
+        memory = memory_of(target._node)
+        if memory is None or result._example.dtype != target._example.dtype:
             raise CannotRecord("it changes a tensor in place that others may see")
-        self._replaced_in_place.append((target._node, result._node))
+        self._replaced_in_place.append((memory, result._node))
         target._node, target._example = result._node, result._example
         return target
 
     def write_part(self, target: Symbol, key: Any, value: Any) -> None:
-        """`target[key] = value` of a blank tensor, recorded as a step."""
-        if not isinstance(target._example, torch.Tensor) or not is_blank(target._node.target):
-            raise CannotRecord("it writes to a part of a tensor that others may see")
+        """`target[key] = value`, recorded as a step: in a copy, if it is no blank tensor."""
+        if not isinstance(target._example, torch.Tensor):
+            raise CannotRecord("it writes to a part of something that is no tensor")
+        if not is_blank(target._node.target):
+            self.in_place(copied_with_part, target, key, value)
+            return
         given = (target, key, value)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             example = with_part(*self.examples(given))
@@ -393,10 +402,9 @@ class Recorder:
         return self._attributes[path, name]
 
     def finish(self, result: Any) -> None:
-        place = {node: index for index, node in enumerate(self.graph.nodes)}
-        for old, new in self._replaced_in_place:
-            others = set(old.users) - {new}
-            if any(place[user] > place[new] or not (is_fresh(user.target) or user.target == "size") for user in others):
+        places = {node: index for index, node in enumerate(self.graph.nodes)}
+        for memory, change in self._replaced_in_place:
+            if is_read_after(memory, change, places):
                 raise CannotRecord("it changes a tensor in place that is used again")
         for old, new in self._written:
             if any(user.users for user in set(old.users) - {new}):  # not what the part itself was taken by

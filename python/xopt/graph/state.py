@@ -31,7 +31,7 @@ _CONTAINERS = (OrderedDict, dict, list, set, deque)  # subclasses before their b
 _WORDS = (bool, int, float, str)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "xopt", "numpy"}
 DRAWS = "random numbers are drawn"
-_MOST = 10_000  # containers and objects that one recording looks through
+_MOST = 50_000  # containers and objects that one recording looks through
 
 
 @contextlib.contextmanager

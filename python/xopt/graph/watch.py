@@ -26,7 +26,7 @@ OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) | {"forward"}  # which are aske
 _COUNT = "num_batches_tracked"
 _CONTAINERS = (dict, list, set, deque)
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
-_MOST = 10_000
+_MOST = 50_000
 
 
 def watch(guard: _C.ModuleGuard, modules: Iterable[tuple[int, nn.Module]], surroundings: Surroundings) -> None:
@@ -37,6 +37,9 @@ def watch(guard: _C.ModuleGuard, modules: Iterable[tuple[int, nn.Module]], surro
         held = _of_module(module)
         guard.add_check(place, _Unchanged(_of_module, held))
         watcher.add_named({name: value for name, value in held.items() if not is_compared(value)})
+        for value in held.values():
+            if issubclass(type(value), _CONTAINERS) and next(tensors_in(value), None) is not None:
+                watcher.add(value)  # a recording may read these, whatever way it comes to them
     for names, name, value in surroundings.globals:
         if not (inspect.isroutine(value) or isinstance(value, (type, ModuleType, nn.Module))):
             guard.add_global(names, name, value)
@@ -47,8 +50,16 @@ def watch(guard: _C.ModuleGuard, modules: Iterable[tuple[int, nn.Module]], surro
 
 
 def is_compared(value: Any) -> bool:
-    """Whether a module's attribute is a container that is compared with a copy of it, not watched."""
-    return type(value) in (dict, list, set) and next(tensors_in(value), None) is None
+    """Whether a module's attribute is a container that is compared with a copy of it, and not watched."""
+    return type(value) in (dict, list, set) and _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    return isinstance(value, (type(None), bool, int, float, str, torch.dtype, torch.device, type))
 
 
 class _Watcher:
@@ -146,6 +157,8 @@ def _of_module(module: nn.Module) -> dict[str, Any]:
     """Batches count: torch writes a norm's running statistics without raising their versions."""
     held = module.__dict__
     found = {name: held[name] for name in held if name not in OWN_ATTRIBUTES and not name.startswith("_xopt_")}
+    if "forward" in held:
+        found["forward"] = held["forward"]
     count = module._buffers.get(_COUNT)
     if count is not None and not count.is_inference():
         found[_COUNT] = count._version

@@ -33,10 +33,11 @@ class WeightsToo(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recorder = self._recorder
-        if is_symbolic(args, kwargs) and not has_symbolic_objects(args, kwargs):  # sizes, and what is no symbol
-            return recorder.call(
-                operator.getitem if function is torch.Tensor.__getitem__ else function, *args, **kwargs
-            )
+        if is_symbolic(args, kwargs):
+            if function is torch.Tensor.__getitem__:  # to torch's own, a symbol that is an index is a sequence
+                return recorder.call(operator.getitem, *args, **kwargs)
+            if not has_symbolic_objects(args, kwargs):  # sizes, and what is no symbol
+                return recorder.call(function, *args, **kwargs)
         name = getattr(function, "__name__", "")
         if not any(recorder.knows(value) for value in (*args, *kwargs.values())):
             if name in _GIVING_NUMBERS and recorder.has_drawn():
@@ -55,4 +56,5 @@ class WeightsToo(TorchFunctionMode):
         if writes(name):
             raise CannotRecord("it changes a parameter in place")
         result = function(*args, **kwargs)
-        return recorder.call(function, *args, **kwargs) if isinstance(result, torch.Tensor) else result
+        parts = result if type(result) in (tuple, list) and result else (result,)
+        return recorder.call(function, *args, **kwargs) if isinstance(parts[0], torch.Tensor) else result

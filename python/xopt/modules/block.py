@@ -45,7 +45,7 @@ _TORCHS_OWN = (
     nn.TransformerDecoder,
     nn.TransformerDecoderLayer,
 )
-_MOST_MODULES = 512  # as one program, which is made anew for each change inside
+_MOST_MODULES = 2048  # as one program, which is made anew for each change inside
 _MOST_SIGNATURES = 16
 _MOST_VARIANTS = 4  # of one signature, for sizes that take different branches
 _MOST_FAILURES = 16
