@@ -87,7 +87,7 @@ class Switches(Mlp):
 def test_a_forward_of_the_modules_own_is_part_of_a_program() -> None:
     inner = Switches()
     inner.use(inner.doubled)
-    source = nn.Sequential(PreNorm(), nn.Sequential(inner)).eval()
+    source: Any = nn.Sequential(PreNorm(), nn.Sequential(inner)).eval()
     optimized: Any = xopt.optimize(source, dtype=torch.float32)
     with torch.no_grad():
         for name in ("doubled", "doubled", "tripled", "tripled", "doubled"):

@@ -232,7 +232,7 @@ def test_what_is_computed_is_an_index_of_a_parameter() -> None:
             super().__init__()
             self.table = nn.ParameterList([torch.randn(4, 64)])
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return super().forward(x) + self.table[0][(x[..., 0] > 0).long()]
 
     source = nn.Sequential(Looks()).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -185,3 +186,65 @@ def test_other_methods_answer_as_the_source_does(channels: int, copied: bool) ->
             for expected, got in ((source.decode(image), optimized.decode(image)), (source(image), optimized(image))):
                 torch.testing.assert_close(got, expected)
                 assert got.stride() == expected.stride()
+
+
+class OfSeveral(nn.Module):
+    """As detectors take their images: of different sizes, in a list or by names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 24, 3))
+        self.head = nn.Conv2d(24, 4, 1)
+        self.strides: list[int] = []
+
+    def forward(self, images: Any) -> Any:
+        images = list(images.values()) if isinstance(images, dict) else images
+        size = max(image.shape[-1] for image in images)
+        batch = torch.stack([functional.pad(image, (0, size - image.shape[-1])) for image in images])
+        assert float(batch.sum()) != 0  # no recording knows that
+        features = self.body(batch)
+        self.strides.append(features.stride(1))
+        return OrderedDict(features=features, logits=[self.head(features)])
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_in_containers_have_their_channels_last_inside(dtype: torch.dtype, by_name: bool) -> None:
+    source = OfSeveral().eval()
+    optimized = xopt.optimize(source, dtype=dtype)
+    images: Any = [torch.randn(3, 12, 12), torch.randn(3, 12, 9)]
+    images = dict(enumerate(images)) if by_name else images
+    with torch.no_grad():
+        for _ in range(3):
+            result, exact = optimized(images), source(images)
+    assert type(result) is OrderedDict
+    assert list(result) == ["features", "logits"]
+    for got, known in ((result["features"], exact["features"]), (result["logits"][0], exact["logits"][0])):
+        assert float((got - known).norm() / known.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
+        assert got.stride() == known.stride()
+    assert set(optimized.strides) == {1}
+
+
+def test_containers_of_the_standard_library_are_looked_into() -> None:
+    class Pyramid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)])
+
+        def forward(self, maps: OrderedDict[str, torch.Tensor]) -> OrderedDict[str, Any]:
+            found = [functional.relu(conv(image)) for conv, image in zip(self.convs, maps.values(), strict=True)]
+            return OrderedDict([*zip(maps.keys(), found, strict=True), ("both", (found[0] + found[1],))])
+
+    source = nn.ModuleDict({"pyramid": Pyramid()}).eval()
+    optimized: Any = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for names in ("ab", "ab", "ba", "ab"):
+            maps = OrderedDict((name, torch.randn(1, 8, 6, 6)) for name in names)
+            result, exact = optimized["pyramid"](maps), source["pyramid"](maps)
+            assert type(result) is OrderedDict
+            assert list(result) == list(exact) == [*names, "both"]
+            for name in names:
+                torch.testing.assert_close(result[name], exact[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(result["both"][0], exact["both"][0], rtol=1e-4, atol=1e-5)
+    (fusion,) = xopt.report(optimized).fusions
+    assert fusion.fused == ("conv+relu", "conv+relu")

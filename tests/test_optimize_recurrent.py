@@ -405,6 +405,7 @@ def test_compile_and_export(name: str) -> None:
             torch._dynamo.reset()
             with torch._dynamo.config.patch(allow_rnn=allowed):
                 compiled = torch.compile(model, fullgraph=allowed, backend="aot_eager")
-                torch.testing.assert_close(compiled(words), expected)
+                # A program of the whole rounds less often.
+                torch.testing.assert_close(compiled(words), expected, rtol=0, atol=1e-2)
         exported = torch.export.export(model, (words,)).module()
         torch.testing.assert_close(exported(words), expected, rtol=0, atol=1e-2)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from xopt.graph.signature import DICTS
+
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST_VALUES = 256  # that a call may have, which a program has written out
 
@@ -67,8 +69,8 @@ def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def values_in(value: Any) -> Iterator[Any]:
     """All that is in a value and plain containers."""
-    if type(value) in (tuple, list, dict):
-        for item in value.values() if type(value) is dict else value:
+    if type(value) in (tuple, list, *DICTS):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from values_in(item)
     else:
         yield value

@@ -46,7 +46,8 @@ class Held:
         """The step that reads it."""
         if id(tensor) not in self._nodes:
             with graph.inserting_before(next(iter(graph.nodes), None)):
-                self._nodes[id(tensor)] = graph.call_function(read_held, (weakref.ref(tensor),))
+                held: Any = weakref.ref(tensor)
+                self._nodes[id(tensor)] = graph.call_function(read_held, (held,))
         return self._nodes[id(tensor)]
 
     def clear(self) -> None:

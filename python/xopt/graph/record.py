@@ -13,6 +13,7 @@ import contextlib
 import copy
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from xopt.graph.late import EFFECT, ask_first, set_at_the_end
 from xopt.graph.native import native
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
-from xopt.graph.signature import fill, is_tensor, signature
+from xopt.graph.signature import DICTS, fill, is_tensor, signature
 from xopt.graph.state import DRAWS, State, Surroundings, collector_paused, left_behind
 from xopt.graph.symbol import (
     CannotRecord,
@@ -430,6 +431,11 @@ class Recorder:
             return type(result)(self._made(item) for item in result)
         if type(result) is dict:
             return {name: self._made(item) for name, item in result.items()}
+        if type(result) is OrderedDict:
+            items = [(name, self._made(item)) for name, item in result.items()]
+            node = self.graph.call_function(OrderedDict, (self._nodes(items),))
+            node.meta[MAKES_RESULT] = True
+            return node
         if not is_symbol(result) and not isinstance(result, (type(None), bool, int, float, str)):
             raise CannotRecord(f"it returns a {type(result).__name__}")
         return result
@@ -441,8 +447,8 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
         return kind(_map(item, change) for item in value)
     if kind is SymbolicSize:
         return tuple(_map(item, change) for item in value)
-    if kind is dict:
-        return {name: _map(item, change) for name, item in value.items()}
+    if kind in DICTS:
+        return kind((name, _map(item, change)) for name, item in value.items())
     if kind is slice:
         return slice(_map(value.start, change), _map(value.stop, change), _map(value.step, change))
     return change(value)

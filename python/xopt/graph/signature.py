@@ -8,6 +8,7 @@ of them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, EllipsisType, FunctionType, ModuleType
@@ -21,6 +22,8 @@ _CONSTANTS = frozenset(
         *(complex, bytes, range, EllipsisType, torch.layout, torch.memory_format),
     }
 )
+DICTS = (dict, OrderedDict)
+"""Whose items, in their order, are looked into."""
 TENSORS: set[type] = {torch.Tensor, torch.nn.Parameter}
 """Whose memory is plain. Modules add to it."""
 # By class: what of an object a recorded graph takes for granted, hashable. Integrations fill it.
@@ -53,7 +56,7 @@ def _flatten(value: Any, key: list[Any], values: list[Any]) -> None:
         key.append((kind, len(value)))
         for item in value:
             _flatten(item, key, values)
-    elif kind is dict:
+    elif kind in DICTS:
         key.append((kind, tuple(value)))
         for item in value.values():
             _flatten(item, key, values)
@@ -82,8 +85,8 @@ def fill(value: Any, values: list[Any]) -> Any:
         return value
     if kind is tuple or kind is list:
         return kind(fill(item, values) for item in value)
-    if kind is dict:
-        return {name: fill(item, values) for name, item in value.items()}
+    if kind in DICTS:
+        return kind((name, fill(item, values)) for name, item in value.items())
     if _is_constant(value):
         return value
     return values.pop(0)

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from xopt.graph.native import native
+from xopt.graph.signature import DICTS
 
 if TYPE_CHECKING:
     from xopt.graph.record import Recorder
@@ -341,7 +342,7 @@ def symbols_in(value: Any) -> Iterator[Symbol]:
     elif type(value) in (tuple, list, SymbolicSize):
         for item in value:
             yield from symbols_in(item)
-    elif type(value) is dict:
+    elif type(value) in DICTS:
         yield from symbols_in(list(value.values()))
     elif type(value) is slice:
         yield from symbols_in((value.start, value.stop, value.step))

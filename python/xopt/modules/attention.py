@@ -100,7 +100,7 @@ def attention_in_parts(
         mask = in_a_batch(mask.expand(*lead, *mask.shape[-2:]))
     query, key, value = map(in_a_batch, (query, key, value))
     attended = scaled_dot_product_attention(query, key, value, mask, causal=causal, scale=scale, gqa=False)
-    return attended.unflatten(0, (*lead[:heads], *lead[heads + 1 :])).movedim(-3, heads)
+    return attended.reshape(*lead[:heads], *lead[heads + 1 :], *attended.shape[1:]).movedim(-3, heads)
 
 
 def with_one_head(mask: Tensor) -> Tensor:
@@ -109,11 +109,11 @@ def with_one_head(mask: Tensor) -> Tensor:
 
 
 def put_attention(
-    graph: Graph, tensors: Sequence[Node], mask: Any, *, causal: bool, scale: float | None, gqa: bool = False
+    graph: Graph, tensors: Sequence[Any], mask: Any, *, causal: bool, scale: float | None, gqa: bool = False
 ) -> Node:
     """The attention of tensors with three dimensions or more, as steps where the graph stands."""
     dims = len(shape_of(tensors[0]))
-    kwargs = {"causal": causal, "scale": scale}
+    kwargs: dict[str, Any] = {"causal": causal, "scale": scale}
     if dims > 4:
         return graph.call_function(attention_in_parts, (*tensors, mask), kwargs)
     if dims == 3:
@@ -189,9 +189,10 @@ def _attention_of_torch(
     if query.ndim == key.ndim == value.ndim > 4 and not enable_gqa:
         return attention_in_parts(query, key, value, attn_mask, causal=is_causal, scale=scale).contiguous()
     if query.ndim == key.ndim == value.ndim == 3 and not enable_gqa:
-        tensors = [tensor.unsqueeze(1) for tensor in (query, key, value)]
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         mask = attn_mask if attn_mask is None else with_one_head(attn_mask)
-        return scaled_dot_product_attention(*tensors, mask, causal=is_causal, scale=scale, gqa=False).squeeze(1)
+        attended = scaled_dot_product_attention(query, key, value, mask, causal=is_causal, scale=scale, gqa=False)
+        return attended.squeeze(1)
     if not can_attend(query, key, value, attn_mask) or not (enable_gqa or query.shape[1] == key.shape[1]):
         return NotImplemented
     return attend(query, key, value, attn_mask, causal=is_causal, scale=scale).transpose(1, 2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch.fx import Graph, Node
 
-from xopt.modules.pattern import Pattern, dtype_of, is_cast, only_reader, writes_any_dtype
+from xopt.graph.record import EXAMPLE
+from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, only_reader, rounded_to, writes_any_dtype
 from xopt.ops.fakes import FLOATING
 
 
@@ -24,6 +26,25 @@ class WriteCast(Pattern):
                 source.meta.update(node.meta)
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
+
+
+class WriteRounded(Pattern):
+    """A result that is rounded by each of its readers (what a BatchNorm in fp32 gives to a convolution in bf16) is
+    written so at once: the same numbers in half of the memory."""
+
+    stage: ClassVar[int] = 6
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in graph.nodes:
+            readers = [user for user in node.users if not is_call(user, "size")]
+            if not readers or not writes_any_dtype(node) or dtype_of(node) != torch.float32:
+                continue
+            dtypes = {rounded_to(node, reader) for reader in readers}
+            if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
+                node.kwargs = {**node.kwargs, "out_dtype": dtypes.pop()}
+                node.meta[EXAMPLE] = node.meta[EXAMPLE]._replace(dtype=node.kwargs["out_dtype"])
 
 
 def _says_no_more(cast: Node) -> bool:

@@ -218,7 +218,7 @@ def _output_shape(shape: tuple[int, ...], channels: int, geometry: tuple[tuple[i
     return (*shape[: -dims - 1], channels, *sizes)
 
 
-@step(label("conv"), writes_any_dtype=True)
+@step(label("conv"), writes_any_dtype=True, rounds_input=True)
 def conv(
     module: PackedConv,
     input: torch.Tensor,

@@ -156,7 +156,7 @@ def output_shape(module: Any, input: torch.Tensor, output_padding: Sequence[int]
     return (*input.shape[: -dims - 1], module.out_channels, *output_sizes(input.shape[-dims:], *geometry))
 
 
-@step(label("conv_transpose"), writes_any_dtype=True)
+@step(label("conv_transpose"), writes_any_dtype=True, rounds_input=True)
 def conv_transpose(
     module: PackedConvTranspose,
     input: torch.Tensor,

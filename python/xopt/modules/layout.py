@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from xopt.graph.held import tensors_in
 from xopt.modules.base import has_kernels
 from xopt.modules.channels_last import as_torch, entered, inside, is_inside
 from xopt.modules.containers import map_tensors
@@ -88,7 +89,7 @@ class Layout:
                 return forward(module, args, kwargs)
         values = (*args, *kwargs.values())
         images = [value for value in values if self._has_channels_first(value)]
-        if not images and any(map(_is_channels_last, values)):
+        if not images and any(map(_is_channels_last, tensors_in(values))):
             with entered():
                 return forward(module, args, kwargs)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -98,7 +99,7 @@ class Layout:
             changed = tuple(map(lay_out, args)), {key: lay_out(value) for key, value in kwargs.items()}
         before = None if self._was_right else _Written(module, values)
         try:
-            with inside() if images else entered():
+            with inside() if self._dims else entered():
                 result = forward(module, *changed)
         except RuntimeError as error:
             if _VIEW_ERROR not in str(error):
@@ -120,14 +121,12 @@ class Layout:
             return False
         if self._takes_views or not self._was_right:
             return None
-        inside = False
         for value in values:  # written out: this is what calls of Python's are spared for
             if type(value) is not torch.Tensor or value.dim() not in _FORMATS:
                 continue
             if value.layout != torch.strided or value.stride(1) == 1 or value.size(1) > _FEW_CHANNELS:
                 return None
-            inside |= value.dim() in self._dims and value.dtype in FLOATING
-        return inside
+        return bool(self._dims)
 
     def _has_channels_first(self, value: Any) -> bool:
         """Whether it is an image in another layout than convolutions compute in."""

@@ -195,7 +195,7 @@ def is_output_like(other: torch.Tensor, input: torch.Tensor, features: int) -> b
     return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == features
 
 
-@step(label("linear"), writes_any_dtype=True)
+@step(label("linear"), writes_any_dtype=True, rounds_input=True)
 def linear(
     module: PackedProduct,
     input: torch.Tensor,

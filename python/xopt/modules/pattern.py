@@ -33,17 +33,23 @@ class Pattern:
 Step = TypeVar("Step", bound=Callable[..., Any])
 _labels: dict[Any, Callable[[dict[str, Any]], str]] = {}
 _writes_any_dtype: set[Any] = set()
+_rounds_input: set[Any] = set()
 
 
-def step(label: str | Callable[[dict[str, Any]], str], *, writes_any_dtype: bool = False) -> Callable[[Step], Step]:
+def step(
+    label: str | Callable[[dict[str, Any]], str], *, writes_any_dtype: bool = False, rounds_input: bool = False
+) -> Callable[[Step], Step]:
     """Marks a function that patterns put into graphs, with its name in the report or how to tell it by the keyword
     arguments of a call; an empty one is no fusion. `writes_any_dtype`: its one result has the dtype that its argument
-    `out_dtype` names, whatever it computes in."""
+    `out_dtype` names, whatever it computes in. `rounds_input`: of its second argument it reads what is left in the
+    dtype of the weight that its first one has, a module."""
 
     def mark(function: Step) -> Step:
         _labels[function] = (lambda kwargs: label) if isinstance(label, str) else label
         if writes_any_dtype:
             _writes_any_dtype.add(function)
+        if rounds_input:
+            _rounds_input.add(function)
         return function
 
     return mark
@@ -56,6 +62,16 @@ def fused_steps(graph: Graph) -> list[str]:
 
 def writes_any_dtype(node: Any) -> bool:
     return isinstance(node, Node) and node.target in _writes_any_dtype
+
+
+def rounded_to(node: Any, reader: Node) -> torch.dtype | None:
+    """The dtype in which alone a step reads another's result; None: it may read more of it."""
+    arguments = [*reader.args, *reader.kwargs.values()]
+    if reader.target not in _rounds_input or arguments.index(node) != 1 or arguments.count(node) > 1:
+        return None
+    module: Any = reader.args[0]
+    weight = module.meta[EXAMPLE]._parameters.get("weight")
+    return None if weight is None else weight.dtype
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
