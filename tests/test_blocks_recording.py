@@ -226,6 +226,51 @@ def test_a_forward_that_fills_a_table_is_recorded_once_it_is_full() -> None:
         assert not optimized(X).any()
 
 
+class AsksForAnAttribute(Mlp):
+    """As transformers asks whether a tensor is one of another library's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2 if hasattr(x, "jax") else x)
+
+
+class ComparesWithASize(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        late = (places >= x.shape[1] - 2) | (x.shape[0] == places)
+        return super().forward(x * late[None, :, None])
+
+
+class AsksWhatIsInIt(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 3 if 0.0 in x[:, 0] else x)
+
+
+class SetsASize(Mlp):
+    """As Swin sets the size of its windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.window = min(x.shape[1], 5)
+        return super().forward(x) * self.window
+
+
+@pytest.mark.parametrize("kind", [AsksForAnAttribute, ComparesWithASize, AsksWhatIsInIt, SetsASize])
+def test_what_can_be_asked_of_a_tensor(kind: type[Mlp]) -> None:
+    source = kind().eval()
+    optimized = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+    source = copy.deepcopy(source)
+    zero, other = X.clone(), X.clone()
+    zero[0, 0, 3] = 0.0
+    other.jax = True  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for x in (X, X, zero, X[:, :3], other, X[:1], X, X[:, :3], zero, other):
+            torch.testing.assert_close(optimized(x), source(x))
+    assert any("linear+gelu_erf" in fusion.fused for fusion in xopt.report(optimized).fusions if fusion.path == "")
+
+
 def test_what_is_computed_is_an_index_of_a_parameter() -> None:
     class Looks(Mlp):
         def __init__(self) -> None:

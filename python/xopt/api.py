@@ -133,7 +133,8 @@ def _mode_to_optimize_in(model: nn.Module, inplace: bool) -> Iterator[None]:
 
 def _integrations() -> list[Any]:
     """Those of libraries that are in use; importing one lets it bring replacements of its own."""
-    return [importlib.import_module(f"xopt.integrations.{name}") for name in ("transformers",) if name in sys.modules]
+    used = [name for name in ("transformers", "diffusers") if name in sys.modules]
+    return [importlib.import_module(f"xopt.integrations.{name}") for name in used]
 
 
 def _make_blocks(

@@ -13,7 +13,18 @@ import torch
 
 from xopt.graph.signature import DICTS
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    type(None),
+    type(Ellipsis),
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 _MOST_VALUES = 256  # that a call may have, which a program has written out
 
 
@@ -77,4 +88,6 @@ def values_in(value: Any) -> Iterator[Any]:
 
 
 def _is_plain(value: Any) -> bool:
+    if type(value) is slice:
+        return all(type(each) in (type(None), int) for each in (value.start, value.stop, value.step))
     return type(value) in _PLAIN or type(value) is torch.Tensor

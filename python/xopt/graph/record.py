@@ -120,6 +120,8 @@ class Recorder:
         self.constants = Constants()
         self.held = Held(root)
         self._constant_nodes: dict[int, Node] = {}
+        self.given: dict[Node, torch.Tensor] = {}
+        """Tensors of the recorded call, by the steps that stand for them."""
         self.symbols: list[weakref.ref[Symbol]] = []
         """All that were made."""
 
@@ -277,6 +279,14 @@ class Recorder:
             raise CannotRecord(f"it compares a size with a {type(right).__name__}")
         self._expect(function, self._nodes((left, right)), outcome)
         return outcome
+
+    def expect_no_attribute(self, symbol: Symbol, name: str) -> bool:
+        """Whether what the forward was given lacks an attribute, as it then has to in other calls."""
+        given = self.given.get(symbol._node)
+        if given is None or hasattr(given, name):
+            return False
+        self._expect(hasattr, (symbol._node, name), False)
+        return True
 
     def expect_dtype(self, symbol: Symbol) -> None:
         """Of a tensor that an object holds, whose kind the call's signature does not tell."""
@@ -468,6 +478,8 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         example = value.detach().clone() if is_tensor(value) else value
         node = recorder.graph.placeholder(f"value_{index}")
         node.meta[EXAMPLE] = _described(example)
+        if is_tensor(value):
+            recorder.given[node] = value
         symbols.append(Symbol(recorder, node, example))
     args, kwargs = fill(args, symbols), fill(kwargs, symbols)
     state = State(root, [args, kwargs])
@@ -492,6 +504,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     recorder.kept.clear()
     recorder.constants.clear()
     recorder.held.clear()
+    recorder.given.clear()
     del result, args, kwargs, state
     if left_behind(recorder.symbols):
         raise CannotRecord("it leaves a tensor where the next call could find it")

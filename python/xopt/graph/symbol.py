@@ -118,6 +118,8 @@ class Symbol:
         if name == "_is_param":  # by which Python tells parameters of other classes
             return False
         is_dunder = name.startswith("__") and name.endswith("__")
+        if self._node.op == "placeholder" and not is_dunder and self._recorder.expect_no_attribute(self, name):
+            raise AttributeError(f"a recorded tensor has no attribute {name!r}")
         if hasattr(torch.Tensor, name) or (self._node.op in ("placeholder", "get_attr") and not is_dunder):
             self._refuse(name)
         raise AttributeError(f"a recorded tensor has no attribute {name!r}")
@@ -143,6 +145,10 @@ class Symbol:
 
     def __iter__(self) -> Any:
         return iter(self.unbind(0)) if self._has_rows() else self._refuse("iteration")
+
+    def __contains__(self, element: Any) -> bool:
+        is_value = isinstance(element, (bool, int, float, torch.Tensor))
+        return bool((self == element).any()) if self._has_rows() and is_value else self._refuse("contains")
 
     def _has_rows(self) -> bool:
         return isinstance(self._example, torch.Tensor) and self._example.ndim > 0
@@ -232,6 +238,12 @@ def _is_number(symbol: Symbol) -> bool:
     return type(symbol._example) in (int, float)
 
 
+_MIRRORED: dict[Any, Any] = {
+    **{operator.eq: operator.eq, operator.ne: operator.ne, operator.lt: operator.gt},
+    **{operator.le: operator.ge, operator.gt: operator.lt, operator.ge: operator.le},
+}
+
+
 def _add_operators() -> None:
     """The methods of `Symbol` that differ in name only."""
 
@@ -250,6 +262,8 @@ def _add_operators() -> None:
     def comparison(function: Any) -> Any:
         def compare(self: Symbol, other: Any) -> Any:
             if _is_number(self):
+                if is_symbol(other) and isinstance(other._example, torch.Tensor):  # Python asks the size first
+                    return self._recorder.call(_MIRRORED[function], other, self)
                 return self._recorder.expect(function, self, other)
             if not isinstance(self._example, torch.Tensor):
                 return self._refuse("a comparison")
@@ -264,7 +278,7 @@ def _add_operators() -> None:
 
         return change
 
-    for name in ("__contains__", "item", "tolist", "numpy", "stride"):
+    for name in ("item", "tolist", "numpy", "stride"):
         setattr(Symbol, name, refusing(name))
     for name in ("is_contiguous", "as_strided", "data_ptr", "storage", "untyped_storage", "backward"):
         setattr(Symbol, name, refusing(name))

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -28,13 +26,13 @@ from transformers.utils.generic import ModelOutput
 from xopt.graph.signature import opaque_states
 from xopt.graph.symbol import (
     CannotRecord,
-    NamedResult,
     is_symbolic,
     named_results,
     opaque_reads,
     recorder_of,
 )
 from xopt.integrations import cache_layers, experts, made_caches  # noqa: F401 - rules and a replacement of their own
+from xopt.integrations.outputs import OUTPUT
 from xopt.modules.attention import attend, attention_call, attention_steps, can_attend, is_plain_attention
 from xopt.modules.base import Context, Replacement, own_forward
 from xopt.modules.block import PROGRAMS
@@ -227,42 +225,7 @@ opaque_reads[Cache, "__bool__"] = _has_layers
 opaque_reads[Cache, "layers"] = _read("layers")
 
 
-# ---- What models answer in -------------------------------------------------------------------------------------------
-
-
-def _items(output: Any) -> dict[str, Any]:
-    if vars(output).keys() - {field.name for field in fields(output)}:
-        raise CannotRecord(f"its {type(output).__name__} has attributes of its own")
-    return dict(output)
-
-
-def _maker(output: Any, named: dict[str, Any]) -> Callable[..., Any]:
-    """Makes an output as its class does, but for looking at all fields again for each that is set: that takes 10 us,
-    and with cold caches 20, after each call of a model. The class itself where that is not the same."""
-    kind: Any = type(output)
-    defaults = {field.name: field.default for field in fields(kind)}
-
-    def make(**named: Any) -> Any:
-        made = kind.__new__(kind)
-        attributes = vars(made)
-        attributes.update(defaults)
-        attributes.update(named)
-        for name, value in named.items():
-            OrderedDict.__setitem__(made, name, value)
-        return made
-
-    make.__name__ = kind.__name__
-    return make if _are_same(kind(**named), make(**named)) else kind
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    def parts(output: Any) -> list[Any]:
-        return [*vars(output), *map(id, vars(output).values()), *output.keys(), *map(id, output.values())]
-
-    return parts(one) == parts(other)
-
-
-named_results[ModelOutput] = NamedResult(_items, _maker)
+named_results[ModelOutput] = OUTPUT
 
 
 class PackedConv1D(Replacement, PackedProduct, Conv1D):

@@ -23,7 +23,7 @@ from xopt.graph.autocast import is_inside
 from xopt.graph.program import EPOCH, Program, hooked
 from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
-from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbolic
+from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbol, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.chain_graph import chain_steps
 from xopt.modules.channels_last import is_entered
@@ -260,7 +260,8 @@ class Block(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__.get(name)
-        if type(known) is type(value) and type(value) in _NUMBERS and known == value:
+        is_number = type(known) is type(value) or (type(known) is int and is_symbol(value) and isinstance(value, int))
+        if is_number and type(known) in _NUMBERS and known == value:
             return  # a forward that sets what it finds (Swin's size of windows) has changed nothing
         super().__setattr__(name, value)
         self.__dict__[EPOCH] = self.__dict__.get(EPOCH, 0) + 1
