@@ -38,12 +38,33 @@ bool is_own_method(PyObject* forward, PyObject* module) {
   return PyMethod_Check(forward) && PyMethod_GET_SELF(forward) == module;
 }
 
+// The code of hooks that do nothing until somebody wakes them; kept as long as the interpreter lives.
+PyObject* sleeping_codes() {
+  static PyObject* const codes = PySet_New(nullptr);
+  return codes;
+}
+
+bool are_all_asleep(PyObject* hooks) {
+  if (hooks == nullptr || !PyDict_Check(hooks)) return false;
+  PyObject* hook = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(hooks, &place, nullptr, &hook) != 0;) {
+    if (!PyFunction_Check(hook) || PySet_Contains(sleeping_codes(), PyFunction_GET_CODE(hook)) != 1) return false;
+  }
+  return true;
+}
+
+bool has_sleeping_hooks(PyObject* attributes) {
+  PyObject* hooks = find(attributes, names().hooks[0]);
+  return !is_empty_dict(hooks) && are_all_asleep(hooks);
+}
+
 // Whether somebody wants to see, or change, what goes into a module with these attributes and what comes out of it.
 bool is_hooked(PyObject* module, PyObject* attributes) {
   PyObject* forward = find(attributes, names().forward);
   if (forward != nullptr && !is_own_method(forward, module)) return true;
   for (PyObject* hooks : names().hooks) {
-    if (!is_empty_dict(find(attributes, hooks))) return true;
+    PyObject* found = find(attributes, hooks);
+    if (!is_empty_dict(found) && (hooks != names().hooks[0] || !are_all_asleep(found))) return true;
   }
   return false;
 }
@@ -96,7 +117,9 @@ void ModuleGuard::add(size_t parent, py::str name, py::weakref module, long long
     throw std::invalid_argument("ModuleGuard.add: parent: expected an earlier module's place, below " +
                                 std::to_string(steps_.size() + 1) + ", got " + std::to_string(parent));
   }
-  steps_.push_back({parent, std::move(name), std::move(module), epoch});
+  const py::object own = module();
+  const bool sleeps = !own.is_none() && has_sleeping_hooks(attributes_of(own.ptr()).ptr());
+  steps_.push_back({parent, std::move(name), std::move(module), epoch, sleeps});
 }
 
 void ModuleGuard::add_container(size_t place, py::str name, py::object value) {
@@ -167,7 +190,8 @@ bool ModuleGuard::is_rest_the_same() const {
   });
 }
 
-bool ModuleGuard::passes(PyObject* module, long long epoch, const py::object& check, bool is_root, Seen* seen) {
+bool ModuleGuard::passes(PyObject* module, long long epoch, const py::object& check, const Step* step, Seen* seen) {
+  const bool is_root = step == nullptr;
   PyObject* attributes = SeenDict::of(module);
   const auto is_unhooked = [&] {
     const auto is_still_empty = [](const SeenDict& hooks) { return hooks.unchanged(); };
@@ -183,6 +207,7 @@ bool ModuleGuard::passes(PyObject* module, long long epoch, const py::object& ch
   Seen found;
   if (!is_root) {
     if (find(own.ptr(), names().training) != Py_False || is_hooked(module, own.ptr())) return false;
+    if (has_sleeping_hooks(own.ptr()) != step->sleeps) return false;
     for (size_t i = 0; i < kHooks; ++i) found.hooks[i] = SeenDict(find(own.ptr(), names().hooks[i]));
   }
   found.attributes = SeenDict(own.ptr());  // before the rest: another thread may change them meanwhile
@@ -202,7 +227,7 @@ bool ModuleGuard::passes_below(const Step& step, const Seen& parent, Seen* seen)
     module = modules == nullptr ? nullptr : find(modules, step.name.ptr());
     if (module == nullptr || !refers_to(step.module, module)) return false;
   }
-  return passes(module, step.epoch, step.check, false, seen);
+  return passes(module, step.epoch, step.check, &step, seen);
 }
 
 void ModuleGuard::Seen::fetch() const {
@@ -219,7 +244,7 @@ py::object ModuleGuard::operator()(const py::object& root) const {
   for (const Dictionary& each : dictionaries_) each.seen.fetch();
   seen_.clear();  // also where this ends early: a pointer is good only if all before it were looked at
   seen.resize(steps_.size() + 1);
-  if (!passes(root.ptr(), root_epoch_, root_check_, true, seen.data())) return py::none();
+  if (!passes(root.ptr(), root_epoch_, root_check_, nullptr, seen.data())) return py::none();
   py::list modules(seen.size());
   const auto put = [&](size_t place, PyObject* module) {
     Py_INCREF(module);
@@ -281,6 +306,16 @@ void bind_module_guard(const py::module_& m) {
   guard.def_static(
       "is_hooked", [](const py::object& module) { return is_hooked(module.ptr(), attributes_of(module.ptr()).ptr()); },
       py::arg("module"));
+  guard.def_static(
+      "has_sleeping_hooks",
+      [](const py::object& module) { return has_sleeping_hooks(attributes_of(module.ptr()).ptr()); },
+      py::arg("module"));
+  guard.def_static(
+      "let_sleep",
+      [](const py::object& code) {
+        if (PySet_Add(sleeping_codes(), code.ptr()) != 0) throw py::error_already_set();
+      },
+      py::arg("code"));
   guard.def(py::init<long long>(), py::arg("root_epoch"))
       .def("add", &ModuleGuard::add, py::arg("parent"), py::arg("name"), py::arg("module"), py::arg("epoch"))
       .def("add_container", &ModuleGuard::add_container, py::arg("place"), py::arg("name"), py::arg("value"))

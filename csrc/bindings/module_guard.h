@@ -53,6 +53,7 @@ class ModuleGuard {
     pybind11::str name;
     pybind11::weakref module;
     long long epoch;
+    bool sleeps;  // whether it has hooks that nobody has woken, which are part of a recording
     pybind11::object check = {};
   };
   struct Container {
@@ -101,8 +102,9 @@ class ModuleGuard {
     void fetch() const;
   };
 
-  // Whether a module passes, which is then the one seen. Of the root only its attributes are asked for.
-  static bool passes(PyObject* module, long long epoch, const pybind11::object& check, bool is_root, Seen* seen);
+  // Whether a module passes, which is then the one seen. Of the root, which has no step, only its attributes are asked
+  // for.
+  static bool passes(PyObject* module, long long epoch, const pybind11::object& check, const Step* step, Seen* seen);
   static bool passes_below(const Step& step, const Seen& parent, Seen* seen);
   bool is_rest_the_same() const;
 

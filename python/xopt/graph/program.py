@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from xopt import _C
+from xopt.graph.hooks import are_awake, have_sleeping_hooks
 from xopt.graph.record import OtherSizes, Recorder, expect
 from xopt.graph.watch import OWN_ATTRIBUTES, is_compared, watch
 
@@ -33,18 +34,18 @@ class Program:
         self.has_effects = recorder.has_effects
         self.is_direct = is_direct
         """Whether it looks at nothing that a whole model's forward sets up (modules/direct.py)."""
+        self._has_sleeping_hooks = have_sleeping_hooks([part for part in root.modules() if part is not root])
         self._run = generate(recorder.graph, self._guard.index)
+
+    def may_run(self) -> bool:
+        """Whether no hook inside has been woken by somebody else."""
+        return not self._has_sleeping_hooks or not are_awake()
 
     def __call__(self, root: nn.Module, values: list[Any]) -> Any:
         """The result, or NotImplemented where the module is no longer what was recorded. Raises OtherSizes where the
         recording does not hold for these sizes."""
         modules = self._guard(root)
         return NotImplemented if modules is None else self._run(modules, *values)
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether somebody wants to see, or change, what goes into this very module and what comes out of it."""
-    return _C.ModuleGuard.is_hooked(module)
 
 
 EPOCH = _C.ModuleGuard.EPOCH  # in a block's __dict__: how often its attributes have been set

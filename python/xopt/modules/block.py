@@ -20,7 +20,8 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from xopt.config import Config
 from xopt.graph.autocast import is_inside
-from xopt.graph.program import EPOCH, Program, hooked
+from xopt.graph.hooks import are_awake, have_sleeping_hooks, hooked
+from xopt.graph.program import EPOCH, Program
 from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbol, is_symbolic
@@ -139,8 +140,12 @@ class Programs:
     def _make(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Program | None:
         self._unsettled = False
         try:
-            if any(hooked(part) for part in module.modules() if part is not module):
+            inside = [part for part in module.modules() if part is not module]
+            if any(map(hooked, inside)):
                 raise CannotRecord("there is a hook inside")
+            if are_awake() and have_sleeping_hooks(inside):
+                self._unsettled = True
+                raise CannotRecord("there is a hook inside, which is awake")
             if not all(has_kernels(value.device) for value in signature(args, kwargs)[1] if is_tensor(value)):
                 raise CannotRecord("its inputs are on a device that there are no kernels for")
             recorder = record(as_derived(module), forward, args, kwargs)
@@ -213,7 +218,7 @@ def run(
     found = programs.find(module, forward, key, args, kwargs)
     if torch.is_grad_enabled() and _wants_gradient(module, values):
         return forward(module, *args, **kwargs)
-    if not found:
+    if not found or not all(program.may_run() for program in found):
         return programs.run_as_it_is(module, forward, key, args, kwargs)
     for program in found:
         try:

@@ -87,7 +87,7 @@ class Direct:
 
 def _first_that_holds(programs: list[Program], module: nn.Module, values: list[Any]) -> Any:
     for program in programs:
-        if not program.is_direct:
+        if not program.is_direct or not program.may_run():
             break
         try:
             return program(module, values)
