@@ -16,7 +16,8 @@ from torch.fx import Graph, Node
 
 from xopt import _C
 from xopt.graph.hooks import are_awake, have_sleeping_hooks
-from xopt.graph.record import OtherSizes, Recorder, expect
+from xopt.graph.record import Recorder
+from xopt.graph.steps import OtherSizes, expect
 from xopt.graph.watch import OWN_ATTRIBUTES, is_compared, watch
 
 MODULES = "*"  # as an attribute's name in a graph: the list of all modules, by their places

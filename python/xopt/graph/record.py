@@ -15,7 +15,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +32,16 @@ from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.signature import DICTS, fill, is_tensor, signature
 from xopt.graph.state import DRAWS, State, Surroundings, collector_paused, left_behind
+from xopt.graph.steps import (
+    KIND,
+    MAKES_RESULT,
+    Described,
+    call_plainly,
+    copied_with_part,
+    described,
+    expect,
+    with_part,
+)
 from xopt.graph.symbol import (
     CannotRecord,
     SizeSymbol,
@@ -47,51 +57,15 @@ from xopt.graph.symbol import active as active
 from xopt.graph.weights import WeightsToo
 
 
-class OtherSizes(Exception):
-    """A call whose sizes take another branch than those of the recorded call."""
-
-
 class ChangesItself(CannotRecord):
     """A forward changes what its next call finds. Once that is what it would be changed to (numbers that are set anew,
     a table that is filled when something is first asked for), it can be recorded."""
-
-
-def expect(function: Callable[..., Any], left: Any, right: Any, outcome: Any) -> None:
-    """The step of a recorded graph that ends a call for which the graph does not hold."""
-    if function(left, right) != outcome:
-        raise OtherSizes
-
-
-def with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
-    """The step of a recorded graph that writes to a part of a blank tensor, which nobody sees as it was."""
-    tensor[key] = value
-    return tensor
-
-
-def copied_with_part(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
-    """The same where a pattern may have made the tensor one that others see."""
-    return with_part(tensor.clone(), key, value)
-
-
-KIND = "kind"  # in that of a parameter or buffer: its class
-MAKES_RESULT = "makes result"  # in that of a step that makes a container of what the forward answers
-
-
-class Described(NamedTuple):
-    """A tensor's dtype, and its sizes in the recorded call: only those that come from weights are so in all calls."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point)
 
 in_floats: dict[Any, Callable[..., Any]] = {}
 """By function: what computes it in fp32 under autocast, where a forward has itself made its first argument fp32."""
-
-
-def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
 
 
 class Recorder:
@@ -237,7 +211,7 @@ class Recorder:
 
     def record(self, op: str, target: Any, args: Any, kwargs: Any, example: Any) -> Any:
         node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
-        node.meta[EXAMPLE] = _described(example)
+        node.meta[EXAMPLE] = described(example)
         if type(example) in (tuple, list) and length_follows_sizes(node):
             self._expect(has_length, (node, len(example)), True)
         return self._wrap(node, example)
@@ -246,7 +220,7 @@ class Recorder:
         """A step that changes an object."""
         self.has_effects = True
         node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
-        node.meta.update({EXAMPLE: _described(example), EFFECT: True})
+        node.meta.update({EXAMPLE: described(example), EFFECT: True})
         return None if example is None else self._wrap(node, example)
 
     def set_late(self, symbol: Any, name: str, value: Any) -> None:
@@ -263,7 +237,7 @@ class Recorder:
         """An attribute of an object that is no tensor, whatever it is."""
         example = getattr(symbol._example, name)
         node = self.graph.call_function(getattr, (symbol._node, name))
-        node.meta[EXAMPLE] = _described(example)
+        node.meta[EXAMPLE] = described(example)
         return Symbol(self, node, example)
 
     def read_constant(self, symbol: Any, name: str) -> Any:
@@ -348,7 +322,7 @@ class Recorder:
                     items.append(None)
                     continue
                 part = self.graph.call_function(operator.getitem, (node, index))
-                part.meta[EXAMPLE] = _described(item)
+                part.meta[EXAMPLE] = described(item)
                 items.append(self._wrap(part, item))
             return SymbolicSize(items) if kind is torch.Size else kind(items)
         if any(isinstance(example, known) for known, _ in opaque_reads):
@@ -373,7 +347,7 @@ class Recorder:
                     return value.clone()  # made of numbers, which are constants as well; the forward may change it
             if id(value) not in self._tensors:
                 return self._constant(value)
-            node = self._attribute(*self._tensors[id(value)], _described(value))
+            node = self._attribute(*self._tensors[id(value)], described(value))
             node.meta[KIND] = type(value)
             return node
         if isinstance(value, nn.Module):
@@ -384,7 +358,7 @@ class Recorder:
         """The step that reads a tensor that a module holds, or makes one that the forward has made of numbers."""
         if tensor in self.held:
             node = self.held.node(self.graph, tensor)
-            node.meta[EXAMPLE] = _described(tensor)
+            node.meta[EXAMPLE] = described(tensor)
             return node
         made = self.constants.find(tensor)
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -398,7 +372,7 @@ class Recorder:
             is_method = getattr(torch.Tensor, name, None) is made.function
             op, target = ("call_method", name) if is_method else ("call_function", made.function)
             node = self.graph.create_node(op, target, args, kwargs)
-            node.meta[EXAMPLE] = _described(tensor)
+            node.meta[EXAMPLE] = described(tensor)
             self._constant_nodes[id(tensor)] = node
         return self._constant_nodes[id(tensor)]
 
@@ -464,11 +438,6 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _described(example: Any) -> Any:
-    """Of a tensor only what it looks like: a graph must not keep the recorded call's memory."""
-    return Described(example.dtype, tuple(example.shape)) if isinstance(example, torch.Tensor) else example
-
-
 def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
     """With the graph of `forward(root, *args, **kwargs)`; its placeholders are the values of the call's signature."""
     recorder = Recorder(root)
@@ -477,7 +446,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     for index, value in enumerate(values):
         example = value.detach().clone() if is_tensor(value) else value
         node = recorder.graph.placeholder(f"value_{index}")
-        node.meta[EXAMPLE] = _described(example)
+        node.meta[EXAMPLE] = described(example)
         if is_tensor(value):
             recorder.given[node] = value
         symbols.append(Symbol(recorder, node, example))

@@ -22,8 +22,9 @@ from xopt.config import Config
 from xopt.graph.autocast import is_inside
 from xopt.graph.hooks import are_awake, have_sleeping_hooks, hooked
 from xopt.graph.program import EPOCH, Program
-from xopt.graph.record import ChangesItself, OtherSizes, Recorder, active, record
+from xopt.graph.record import ChangesItself, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
+from xopt.graph.steps import OtherSizes
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbol, is_symbolic
 from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.chain_graph import chain_steps

@@ -18,8 +18,9 @@ from torch.nn.modules import module as modules_of_torch
 from xopt.graph.late import EFFECT
 from xopt.graph.parts import name_of
 from xopt.graph.program import Program
-from xopt.graph.record import MAKES_RESULT, OtherSizes, active, expect
+from xopt.graph.record import active
 from xopt.graph.signature import signature
+from xopt.graph.steps import MAKES_RESULT, OtherSizes, expect
 from xopt.modules import channels_last
 from xopt.modules.chain import Chain, natively
 from xopt.modules.containers import map_tensors

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.branch import has_dtype
-from xopt.graph.record import expect
+from xopt.graph.steps import expect
 from xopt.modules.chain import linkables
 from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, is_told_size
 

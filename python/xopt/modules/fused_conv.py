@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch.fx import Graph
 from torch.nn import functional
 
-from xopt.graph.record import expect
+from xopt.graph.steps import expect
 from xopt.modules.conv import conv
 from xopt.modules.conv_transpose import conv_transpose
 from xopt.modules.fused_linear import fuse_activations, fuse_batch_norm, fuse_binary

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
-from xopt.graph.record import expect
+from xopt.graph.steps import expect
 from xopt.modules.activation import ACTIVATIONS, activation_of
 from xopt.modules.chain import ANY_DIMS, Call, Seen, Shape, Value, chainable
 from xopt.modules.conv import conv

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from xopt.graph.record import EXAMPLE, Described
+from xopt.graph.record import EXAMPLE
+from xopt.graph.steps import Described
 from xopt.modules.fused_linear import is_open
 from xopt.modules.linear import linear
 from xopt.modules.pattern import (

@@ -15,7 +15,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from xopt.graph.late import EFFECT
-from xopt.graph.record import EXAMPLE, Described, expect
+from xopt.graph.record import EXAMPLE
+from xopt.graph.steps import Described, expect
 
 
 class Pattern:

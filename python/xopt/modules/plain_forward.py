@@ -16,7 +16,8 @@ from torch import nn
 from torch.fx import Graph
 from torch.nn import functional
 
-from xopt.graph.record import expect, record
+from xopt.graph.record import record
+from xopt.graph.steps import expect
 from xopt.modules.base import derive, own_forward, plain_parameter_problem
 from xopt.modules.block import TensorBlock
 from xopt.modules.pattern import ADD, argument, is_call, operands, transposed_matrix

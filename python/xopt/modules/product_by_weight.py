@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.nn import functional
 
-from xopt.graph.record import KIND
+from xopt.graph.steps import KIND
 from xopt.modules.base import result_dtype
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
 from xopt.modules.fused_linear import fuse_activations, fuse_binary
