@@ -116,3 +116,14 @@ def test_an_attribute_that_is_no_buffer_is_changed_once_a_call(part: Any, contex
             torch.testing.assert_close(optimized(X), source(X))
             assert torch.equal(optimized[0].plain, source.plain)
             assert torch.equal(optimized[0].scalar, source.scalar)
+
+
+def test_a_container_may_hold_itself() -> None:
+    source = Scaled(lambda module, x: module.plain).eval()
+    held: dict[str, Any] = {"plain": source.plain}
+    held["self"] = [held]
+    source.held = held  # type: ignore[assignment]
+    optimized = xopt.optimize(nn.Sequential(source).eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(optimized(X), source(X))

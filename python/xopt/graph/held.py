@@ -20,6 +20,7 @@ from xopt.graph.constants import values_in
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, list, set, deque, OrderedDict)
+_DEEPEST = 6
 
 
 class Held:
@@ -61,12 +62,13 @@ def read_held(held: weakref.ref[torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """Those in containers, and in containers in these; not without end, since some may hold themselves."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) is tuple or type(value) in _CONTAINERS:
+    elif depth and (type(value) is tuple or type(value) in _CONTAINERS):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(each)
+            yield from tensors_in(each, depth - 1)
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -54,11 +54,11 @@ def is_compared(value: Any) -> bool:
     return type(value) in (dict, list, set) and _is_plain(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int = 6) -> bool:
     if type(value) is dict:
-        return all(map(_is_plain, value.values()))
+        value = tuple(value.values())
     if type(value) in (list, tuple, set, frozenset):
-        return all(map(_is_plain, value))
+        return depth > 0 and all(_is_plain(each, depth - 1) for each in value)
     return isinstance(value, (type(None), bool, int, float, str, torch.dtype, torch.device, type))
 
 
