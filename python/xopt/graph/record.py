@@ -38,7 +38,7 @@ from xopt.graph.steps import (
     Described,
     call_plainly,
     copied_with_part,
-    described,
+    description_of,
     expect,
     with_part,
 )
@@ -211,7 +211,7 @@ class Recorder:
 
     def record(self, op: str, target: Any, args: Any, kwargs: Any, example: Any) -> Any:
         node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
-        node.meta[EXAMPLE] = described(example)
+        node.meta[EXAMPLE] = description_of(example)
         if type(example) in (tuple, list) and length_follows_sizes(node):
             self._expect(has_length, (node, len(example)), True)
         return self._wrap(node, example)
@@ -220,7 +220,7 @@ class Recorder:
         """A step that changes an object."""
         self.has_effects = True
         node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
-        node.meta.update({EXAMPLE: described(example), EFFECT: True})
+        node.meta.update({EXAMPLE: description_of(example), EFFECT: True})
         return None if example is None else self._wrap(node, example)
 
     def set_late(self, symbol: Any, name: str, value: Any) -> None:
@@ -237,7 +237,7 @@ class Recorder:
         """An attribute of an object that is no tensor, whatever it is."""
         example = getattr(symbol._example, name)
         node = self.graph.call_function(getattr, (symbol._node, name))
-        node.meta[EXAMPLE] = described(example)
+        node.meta[EXAMPLE] = description_of(example)
         return Symbol(self, node, example)
 
     def read_constant(self, symbol: Any, name: str) -> Any:
@@ -322,7 +322,7 @@ class Recorder:
                     items.append(None)
                     continue
                 part = self.graph.call_function(operator.getitem, (node, index))
-                part.meta[EXAMPLE] = described(item)
+                part.meta[EXAMPLE] = description_of(item)
                 items.append(self._wrap(part, item))
             return SymbolicSize(items) if kind is torch.Size else kind(items)
         if any(isinstance(example, known) for known, _ in opaque_reads):
@@ -347,7 +347,7 @@ class Recorder:
                     return value.clone()  # made of numbers, which are constants as well; the forward may change it
             if id(value) not in self._tensors:
                 return self._constant(value)
-            node = self._attribute(*self._tensors[id(value)], described(value))
+            node = self._attribute(*self._tensors[id(value)], description_of(value))
             node.meta[KIND] = type(value)
             return node
         if isinstance(value, nn.Module):
@@ -358,7 +358,7 @@ class Recorder:
         """The step that reads a tensor that a module holds, or makes one that the forward has made of numbers."""
         if tensor in self.held:
             node = self.held.node(self.graph, tensor)
-            node.meta[EXAMPLE] = described(tensor)
+            node.meta[EXAMPLE] = description_of(tensor)
             return node
         made = self.constants.find(tensor)
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -372,7 +372,7 @@ class Recorder:
             is_method = getattr(torch.Tensor, name, None) is made.function
             op, target = ("call_method", name) if is_method else ("call_function", made.function)
             node = self.graph.create_node(op, target, args, kwargs)
-            node.meta[EXAMPLE] = described(tensor)
+            node.meta[EXAMPLE] = description_of(tensor)
             self._constant_nodes[id(tensor)] = node
         return self._constant_nodes[id(tensor)]
 
@@ -446,7 +446,7 @@ def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     for index, value in enumerate(values):
         example = value.detach().clone() if is_tensor(value) else value
         node = recorder.graph.placeholder(f"value_{index}")
-        node.meta[EXAMPLE] = described(example)
+        node.meta[EXAMPLE] = description_of(example)
         if is_tensor(value):
             recorder.given[node] = value
         symbols.append(Symbol(recorder, node, example))

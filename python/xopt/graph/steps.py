@@ -19,7 +19,7 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
 
 
-def described(example: Any) -> Any:
+def description_of(example: Any) -> Any:
     """Of a tensor only what it looks like: a graph must not keep the recorded call's memory."""
     return Described(example.dtype, tuple(example.shape)) if isinstance(example, torch.Tensor) else example
 

@@ -9,7 +9,16 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
-from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, only_reader, rounded_to, writes_any_dtype
+from xopt.modules.pattern import (
+    Pattern,
+    dtype_of,
+    is_cast,
+    only_reader,
+    put_in_place,
+    readers,
+    rounded_to,
+    writes_any_dtype,
+)
 from xopt.ops.fakes import FLOATING
 
 
@@ -23,9 +32,7 @@ class WriteCast(Pattern):
             source: Any = node.args[0] if is_cast(node) and _says_no_more(node) else None
             if writes_any_dtype(source) and only_reader(source) is node and dtype_of(node) in FLOATING:
                 source.kwargs = {**source.kwargs, "out_dtype": dtype_of(node)}
-                source.meta.update(node.meta)
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
+                put_in_place(graph, node, source)
 
 
 class WriteRounded(Pattern):
@@ -38,10 +45,10 @@ class WriteRounded(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in graph.nodes:
-            readers = [user for user in node.users if not is_call(user, "size")]
-            if not readers or not writes_any_dtype(node) or dtype_of(node) != torch.float32:
+            found = readers(node)
+            if not found or not writes_any_dtype(node) or dtype_of(node) != torch.float32:
                 continue
-            dtypes = {rounded_to(node, reader) for reader in readers}
+            dtypes = {rounded_to(node, reader) for reader in found}
             if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
                 node.kwargs = {**node.kwargs, "out_dtype": dtypes.pop()}
                 node.meta[EXAMPLE] = node.meta[EXAMPLE]._replace(dtype=node.kwargs["out_dtype"])

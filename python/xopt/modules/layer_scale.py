@@ -28,13 +28,14 @@ from xopt.modules.pattern import (
     dtype_of,
     is_call,
     is_cast,
+    is_stored_vector,
     only_user,
     orders,
     permutation,
+    put_in_place,
     replace,
     shape_of,
 )
-from xopt.ops.fakes import FLOATING
 
 _VIEWS = ("view", "reshape", "unsqueeze", torch.reshape, torch.unsqueeze)
 
@@ -89,8 +90,7 @@ def _vector(factor: Any) -> Any:
     """The parameter of one dimension that a factor is, whatever it is seen as."""
     while is_cast(factor) or is_call(factor, *_VIEWS):
         factor = factor.args[0]
-    is_parameter = isinstance(factor, Node) and factor.op == "get_attr" and len(shape_of(factor)) == 1
-    return factor if is_parameter and dtype_of(factor) in FLOATING else None
+    return factor if is_stored_vector(factor) else None
 
 
 def _is_along_features(node: Node, source: Node, product: Node, factor: Node) -> bool:
@@ -108,9 +108,7 @@ def _scale(graph: Graph, node: Node, source: Node, product: Node, vector: Node) 
         replace(graph, node, linear, product.args, scaled)
         return
     _become(replace(graph, product, linear, product.args, scaled), node)
-    source.meta.update(node.meta)
-    node.replace_all_uses_with(source)
-    graph.erase_node(node)
+    put_in_place(graph, node, source)
 
 
 def _become(node: Node, like: Node) -> None:
@@ -129,7 +127,5 @@ def _add_as_tokens(graph: Graph, node: Node, source: Node, product: Node, residu
     tokens.meta[EXAMPLE] = Described(dtype_of(residual) or torch.float32, shape_of(product))
     total.meta[EXAMPLE] = tokens.meta[EXAMPLE]
     _become(total, node)
-    image.meta.update(node.meta)
-    node.replace_all_uses_with(image)
-    graph.erase_node(node)
+    put_in_place(graph, node, image)
     allow_copies(image)

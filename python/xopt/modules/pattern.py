@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from xopt.graph.late import EFFECT
 from xopt.graph.record import EXAMPLE
 from xopt.graph.steps import Described, expect
+from xopt.ops.fakes import FLOATING
 
 
 class Pattern:
@@ -141,8 +142,13 @@ def only_user(node: Any) -> Any:
 
 def only_reader(node: Node) -> Any:
     """Who alone uses a tensor's values, whoever else wants to know its sizes."""
-    readers = [user for user in node.users if not is_call(user, "size")]
-    return readers[0] if len(readers) == 1 else None
+    found = readers(node)
+    return found[0] if len(found) == 1 else None
+
+
+def readers(node: Node) -> list[Node]:
+    """Who uses a tensor's values, and not only its sizes."""
+    return [user for user in node.users if not is_call(user, "size")]
 
 
 def argument(node: Any, place: int, name: str, default: Any = None) -> Any:
@@ -240,6 +246,12 @@ def allow_copies(node: Node) -> None:
 def is_of_weights(node: Node) -> bool:
     """Whether it is computed from parameters alone, so that its sizes are the same in all calls."""
     return node.op == "get_attr" or (bool(node.all_input_nodes) and all(map(is_of_weights, node.all_input_nodes)))
+
+
+def is_stored_vector(node: Any) -> bool:
+    """Whether it is a parameter or a buffer of one dimension."""
+    stored = isinstance(node, Node) and node.op == "get_attr" and len(shape_of(node)) == 1
+    return stored and dtype_of(node) in FLOATING
 
 
 def come_before(node: Node, sources: Iterable[Any]) -> bool:

@@ -27,13 +27,13 @@ from xopt.modules.pattern import (
     dtype_of,
     is_call,
     is_cast,
+    is_stored_vector,
     only_user,
     operands,
     orders,
     replace,
     shape_of,
 )
-from xopt.ops.fakes import FLOATING
 
 _SUBTRACT = (operator.sub, torch.sub, "sub", "__sub__")
 
@@ -72,7 +72,7 @@ def _norm(node: Node, scaled: Node, source: Any, scale: Any, shift: Any) -> dict
         bias, moved = operands(_vector(shift), _SUBTRACT) or (None, None)
         for mean, factor in orders(_vector(moved), MULTIPLY):
             norm = tuple(map(_vector, (mean, variance, weight, bias)))
-            if _vector(factor) is _vector(scale) and isinstance(eps, float) and all(map(_is_stored, norm)):
+            if _vector(factor) is _vector(scale) and isinstance(eps, float) and all(map(is_stored_vector, norm)):
                 return {"norm": norm, "eps": eps}
     return None
 
@@ -97,8 +97,3 @@ def _is_one_a_channel(node: Any, image: Node) -> bool:
     shape = shape_of(node)
     given = (1,) * (len(shape_of(image)) - len(shape)) + shape
     return given[1:2] == shape_of(image)[1:2] and math.prod(given) == given[1]
-
-
-def _is_stored(node: Any) -> bool:
-    stored = isinstance(node, Node) and node.op == "get_attr" and len(shape_of(node)) == 1
-    return stored and dtype_of(node) in FLOATING
