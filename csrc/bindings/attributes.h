@@ -28,11 +28,16 @@ bool is_same(PyObject* value, PyObject* expected);
 
 // Has what will be looked at fetched into the caches, without waiting for it. Images push out what is known of modules, and
 // asked for one by one it takes the time of a small layer to come back. Nothing happens where it is gone, or null.
+//
+// In assembly: to GCC a function that does nothing but __builtin_prefetch has no effect, and it leaves out calls of it.
+inline void fetch_line(const void* address) {
+  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address)));
+}
 inline void fetch(const void* object, size_t bytes) {
   constexpr size_t kLine = 64;
   const auto* first = static_cast<const char*>(object);
-  for (size_t at = 0; at < bytes; at += kLine) __builtin_prefetch(first + at);
-  __builtin_prefetch(first + bytes - 1);
+  for (size_t at = 0; at < bytes; at += kLine) fetch_line(first + at);
+  fetch_line(first + bytes - 1);
 }
 
 // A dictionary in the state in which it was looked at. While it is in it, it holds the same objects, which therefore live:
@@ -64,7 +69,7 @@ class SeenDict {
   // Has what `unchanged` looks at fetched, which is one line of the two that a dictionary may lie in. Nothing happens where
   // it is gone.
   void fetch() const {
-    if (dict_ != nullptr) __builtin_prefetch(&reinterpret_cast<PyDictObject*>(dict_)->ma_version_tag);
+    if (dict_ != nullptr) fetch_line(&reinterpret_cast<PyDictObject*>(dict_)->ma_version_tag);
   }
 
  private:
