@@ -30,9 +30,7 @@ bool is_same(PyObject* value, PyObject* expected);
 // asked for one by one it takes the time of a small layer to come back. Nothing happens where it is gone, or null.
 //
 // In assembly: to GCC a function that does nothing but __builtin_prefetch has no effect, and it leaves out calls of it.
-inline void fetch_line(const void* address) {
-  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address)));
-}
+inline void fetch_line(const void* address) { asm volatile("prefetcht0 (%0)" : : "r"(address)); }
 inline void fetch(const void* object, size_t bytes) {
   constexpr size_t kLine = 64;
   const auto* first = static_cast<const char*>(object);

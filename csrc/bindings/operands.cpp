@@ -1,5 +1,6 @@
 #include "bindings/operands.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace py = pybind11;
@@ -76,7 +77,7 @@ py::object Operands::VersionGetter::operator()(PyObject* tensor) const {
 
 void Operands::expect_attribute(size_t place, py::str name, py::object value) {
   const bool constant = is_constant(value.ptr());
-  entries_.push_back({Kind::attribute, place, std::move(name), std::move(value), kAnyVersion, false, constant});
+  add({Kind::attribute, place, std::move(name), std::move(value), kAnyVersion, false, constant});
 }
 
 void Operands::expect_tensor(size_t place, py::str name, const py::object& tensor, long long version) {
@@ -91,18 +92,21 @@ void Operands::take_packed(size_t place, py::str name, const py::object& packed)
   add_tensor(Kind::packed, place, std::move(name), packed, kAnyVersion, true);
 }
 
-void Operands::take(py::object tensor) {
-  entries_.push_back({Kind::own, 0, py::str(), std::move(tensor), kAnyVersion, true});
-  ++taken_;
-}
+void Operands::take(py::object tensor) { add({Kind::own, 0, py::str(), std::move(tensor), kAnyVersion, true}); }
 
 void Operands::add_tensor(Kind kind, size_t place, py::str name, const py::object& tensor, long long version,
                           bool is_taken) {
   py::object expected = py::none();
   if (!tensor.is_none()) expected = py::weakref(tensor);
-  entries_.push_back({kind, place, std::move(name), std::move(expected), version, is_taken});
-  if (version != kAnyVersion && !tensor.is_none()) entries_.back().version_of = VersionGetter::of(tensor.ptr());
-  taken_ += is_taken ? 1 : 0;
+  Entry entry{kind, place, std::move(name), std::move(expected), version, is_taken};
+  if (version != kAnyVersion && !tensor.is_none()) entry.version_of = VersionGetter::of(tensor.ptr());
+  add(std::move(entry));
+}
+
+void Operands::add(Entry entry) {
+  taken_ += entry.is_taken ? 1 : 0;
+  entries_.push_back(std::move(entry));
+  seen_ = {};  // which refers to entries
 }
 
 // Whether it has the attributes, parameters and buffers of the last call; if not, what it has now is the one seen.
@@ -111,7 +115,7 @@ bool Operands::is_unchanged(PyObject* module, SeenModule* seen) {
     return true;
   }
   const py::object own = seen_attributes_of(module);
-  *seen = {SeenDict(own.ptr()), SeenDict(find(own.ptr(), names().parameters)),
+  *seen = {seen->place, SeenDict(own.ptr()), SeenDict(find(own.ptr(), names().parameters)),
            SeenDict(find(own.ptr(), names().buffers))};
   return false;
 }
@@ -146,26 +150,101 @@ bool Operands::passes(const Entry& entry, PyObject* module, bool is_unchanged, F
   return PyLong_AsLongLong(entry.version_of(found->tensor).ptr()) == entry.version;
 }
 
+// ---- All of them ----------------------------------------------------------------------------------------------------
+
 void Operands::Seen::fetch() const {
-  constexpr size_t kTorchsBytes = 192;
+  constexpr size_t kCountedBytes = 48, kTakenBytes = 192;  // what is read of torch's own part
   for (const SeenModule& module : modules) {
+    module.attributes.fetch();
     module.parameters.fetch();
     module.buffers.fetch();
   }
-  for (const Found& each : found) {
+  for (const Version& each : versions) {
     ::xopt::fetch(each.tensor, sizeof(PyObject) + sizeof(void*));
-    if (each.torchs != nullptr) ::xopt::fetch(each.torchs, kTorchsBytes);
-    if (each.packed == nullptr) continue;
-    each.attributes.fetch();
-    ::xopt::fetch(each.packed, sizeof(PyObject));
+    ::xopt::fetch(each.torchs, kCountedBytes);
+    fetch_line(each.counter);
   }
+  for (const Packed& each : packed) each.attributes.fetch();
+  for (const Taken& each : taken) {
+    ::xopt::fetch(each.tensor, sizeof(PyObject) + sizeof(void*));
+    ::xopt::fetch(each.torchs, kTakenBytes);
+  }
+}
+
+// An entry that has passed, with what it has led to.
+void Operands::Seen::note(const Entry& entry, const Found& its) {
+  if (entry.kind == Kind::attribute) {
+    if (!entry.is_constant) questions.push_back({&entry, modules.size() - 1});
+    return;
+  }
+  if (entry.kind == Kind::packed) packed.push_back({its.tensor, its.attributes});
+  if (entry.version != kAnyVersion && its.torchs != nullptr) {
+    constexpr size_t kCounter =
+        5;  // which word of a tensor leads to it: were it another one, it would be fetched in vain
+    const void* counter = static_cast<const void* const*>(its.torchs)[kCounter];
+    const size_t getter = std::find(getters.begin(), getters.end(), entry.version_of) - getters.begin();
+    if (getter == getters.size()) getters.push_back(entry.version_of);
+    versions.push_back({its.tensor, its.torchs, counter, getter, entry.version});
+  }
+  if (entry.is_taken) taken.push_back({entry.kind == Kind::packed ? its.packed : its.tensor, its.torchs});
+}
+
+// Whether everything is as it was. False also where that cannot be said so quickly.
+bool Operands::Seen::holds(const py::list& modules_now) const {
+  const auto module_at = [&](size_t place) {
+    return PyList_GET_ITEM(modules_now.ptr(), static_cast<Py_ssize_t>(place));
+  };
+  for (const SeenModule& each : modules) {
+    if (each.place >= modules_now.size() || !each.attributes.is(SeenDict::of(module_at(each.place)))) return false;
+    if (!each.parameters.unchanged() || !each.buffers.unchanged()) return false;
+  }
+  for (const Packed& each : packed) {
+    if (each.parameter == nullptr || !each.attributes.is(SeenDict::of(each.parameter))) return false;
+  }
+  for (const Question& each : questions) {
+    const py::object attributes = attributes_of(module_at(modules[each.module].place));
+    if (!has(attributes.ptr(), each.entry->name, each.entry->expected)) return false;
+  }
+  return std::all_of(versions.begin(), versions.end(), [&](const Version& each) {
+    return PyLong_AsLongLong(getters[each.getter](each.tensor).ptr()) == each.expected;
+  });
+}
+
+bool Operands::look_up_all(const py::list& modules, Seen* seen) const {
+  Seen before = std::move(*seen);
+  *seen = {};
+  before.found.resize(entries_.size());
+  PyObject* module = nullptr;
+  bool unchanged = false;
+  size_t place = 0;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    if (entry.kind == Kind::own) {
+      seen->taken.push_back({entry.expected.ptr(), torchs_part_of(entry.expected.ptr())});
+      continue;
+    }
+    if (module == nullptr || entry.place != place) {
+      if (entry.place >= modules.size()) throw py::index_error("Operands: an operand of no module");
+      place = entry.place;
+      module = PyList_GET_ITEM(modules.ptr(), static_cast<Py_ssize_t>(place));
+      const size_t run = seen->modules.size();
+      seen->modules.push_back(run < before.modules.size() ? before.modules[run] : SeenModule());
+      seen->modules.back().place = place;
+      unchanged = is_unchanged(module, &seen->modules.back());
+    }
+    if (!passes(entry, module, unchanged, &before.found[i])) return false;
+    seen->note(entry, before.found[i]);
+  }
+  seen->found = std::move(before.found);
+  return true;
 }
 
 py::object Operands::gather(const py::list& modules, const py::tuple& tensors) const {
   Seen seen = std::move(seen_);
   seen.fetch();
   seen_ = {};  // also where this ends early: what was found is good only if all of its module was looked at
-  seen.found.resize(entries_.size());
+  const bool is_known = !seen.modules.empty() && seen.holds(modules);
+  if (!is_known && !look_up_all(modules, &seen)) return py::none();
   py::list gathered(tensors.size() + taken_);
   size_t next = 0;
   const auto put = [&](PyObject* tensor) {
@@ -173,26 +252,7 @@ py::object Operands::gather(const py::list& modules, const py::tuple& tensors) c
     PyList_SET_ITEM(gathered.ptr(), static_cast<Py_ssize_t>(next++), tensor);
   };
   for (const py::handle tensor : tensors) put(tensor.ptr());
-  PyObject* module = nullptr;
-  bool unchanged = false;
-  size_t place = 0, runs = 0;  // of entries of one place
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    const Entry& entry = entries_[i];
-    if (entry.kind == Kind::own) {
-      put(entry.expected.ptr());
-      continue;
-    }
-    if (module == nullptr || entry.place != place) {
-      if (entry.place >= modules.size()) throw py::index_error("Operands: an operand of no module");
-      place = entry.place;
-      module = PyList_GET_ITEM(modules.ptr(), static_cast<Py_ssize_t>(place));
-      if (runs == seen.modules.size()) seen.modules.emplace_back();
-      unchanged = is_unchanged(module, &seen.modules[runs++]);
-    }
-    Found* found = &seen.found[i];
-    if (!passes(entry, module, unchanged, found)) return py::none();
-    if (entry.is_taken) put(entry.kind == Kind::packed ? found->packed : found->tensor);
-  }
+  for (const Taken& each : seen.taken) put(each.tensor);
   seen_ = std::move(seen);
   return gathered;
 }

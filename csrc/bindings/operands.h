@@ -39,6 +39,9 @@ class Operands {
     void* closure = nullptr;
 
     static VersionGetter of(PyObject* tensor);
+    bool operator==(const VersionGetter& other) const {
+      return type == other.type && read == other.read && closure == other.closure;
+    }
     pybind11::object operator()(PyObject* tensor) const;
   };
   struct Entry {
@@ -54,6 +57,7 @@ class Operands {
 
   // A module as it was in the last call, for entries of one place that follow each other.
   struct SeenModule {
+    size_t place = 0;
     SeenDict attributes, parameters, buffers;
   };
   // What an entry has led to in the last call: a parameter or buffer, and what a packed one lies in.
@@ -63,15 +67,45 @@ class Operands {
     const void* torchs = nullptr;  // torch's own part of the tensor that is looked at or taken
     SeenDict attributes;           // of the packed one
   };
+  // What has to be asked as long as no module has changed, close together: in all entries lie five times as many lines of
+  // the caches as in the answers.
+  struct Question {
+    const Entry* entry;  // of an attribute that may change within
+    size_t module;       // among those seen
+  };
+  struct Version {
+    PyObject* tensor;
+    const void* torchs;
+    const void* counter;  // of changes, which torch has an object of its own for
+    size_t getter;        // among those that tensors have
+    long long expected;
+  };
+  struct Packed {
+    PyObject* parameter;
+    SeenDict attributes;
+  };
+  struct Taken {
+    PyObject* tensor;
+    const void* torchs;
+  };
   struct Seen {
     std::vector<SeenModule> modules;  // in the order of the entries
     std::vector<Found> found;         // by entries
+    std::vector<Question> questions;
+    std::vector<Version> versions;
+    std::vector<VersionGetter> getters;
+    std::vector<Packed> packed;
+    std::vector<Taken> taken;
 
     void fetch() const;
+    void note(const Entry& entry, const Found& found);
+    bool holds(const pybind11::list& modules) const;
   };
 
+  void add(Entry entry);
   void add_tensor(Kind kind, size_t place, pybind11::str name, const pybind11::object& tensor, long long version,
                   bool is_taken);
+  bool look_up_all(const pybind11::list& modules, Seen* seen) const;
   static bool is_unchanged(PyObject* module, SeenModule* seen);
   static bool look_up(const Entry& entry, PyObject* module, Found* found);
   static bool look_into_packed(const Entry& entry, bool is_unchanged, Found* found);
