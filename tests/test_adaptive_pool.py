@@ -116,6 +116,13 @@ FUNCTIONS: dict[str, tuple[Any, bool]] = {
     "indices": (lambda x: F.adaptive_max_pool2d(x, 2, return_indices=True)[0], False),
     "nothing": (lambda x: F.adaptive_avg_pool2d(x, 0), False),
     "one image": (lambda x: F.adaptive_avg_pool2d(x[0], 2), False),
+    "mean": (lambda x: x.mean((2, 3)), True),
+    "mean of an image": (lambda x: torch.mean(x, dim=[-1, -2], keepdim=True), True),
+    "mean of volumes": (lambda x: x.unflatten(3, (-1, 1)).mean((2, 3, 4)), True),
+    "mean of lines": (lambda x: x.mean(3), False),
+    "mean of channels": (lambda x: x.mean((1, 2)), False),
+    "mean in another dtype": (lambda x: x.mean((2, 3), dtype=torch.float64).float(), False),
+    "mean of matrices": (lambda x: (x @ x.transpose(2, 3)).mean((2, 3)), False),
 }
 
 

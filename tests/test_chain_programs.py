@@ -310,6 +310,38 @@ def test_a_network_is_one_call(chained: list[int]) -> None:
     check(source, optimized, torch.randn(1, 3, 64, 64))
 
 
+class Called(nn.Module):
+    """Pools as functions, and means of all pixels: within a block, and before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.next = nn.Conv2d(3, 32, 3, 2, 1), nn.Conv2d(32, 32, 3, 1, 1)
+        self.less, self.more = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(self.stem(x).relu(), 3, stride=2, padding=1)
+        x = functional.avg_pool2d(self.next(x), [2, 2])
+        x = self.next(x) + self.more(self.less(x.mean((2, 3), keepdim=True)).relu())
+        result: Tensor = self.head(functional.adaptive_avg_pool2d(x, (2, 3)).mean([-2, -1]))
+        return result
+
+
+def test_pools_and_means_that_are_called_are_links(chained: list[int]) -> None:
+    torch.manual_seed(0)
+    source = settled(Called())
+    optimized = xopt.optimize(source)
+    for size in ((2, 3, 33, 40), (1, 3, 64, 64), (2, 3, 33, 40)):
+        x = torch.randn(size)
+        for _ in range(2):
+            check(source, optimized, x)
+    chained.clear()
+    check(source, optimized, x)
+    assert sum(chained) >= 10
+    assert len(chained) <= 2, "the sum of an image and a pixel alone is between them"
+    check(source, optimized, torch.randn(0, 3, 33, 40))
+
+
 def test_a_hook_deep_in_a_network_leaves_the_rest_its_chains(chained: list[int]) -> None:
     torch.manual_seed(0)
     source = settled(Net())

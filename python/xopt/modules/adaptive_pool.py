@@ -1,8 +1,8 @@
 """Pooling to a given size, of which most is one pixel, where images have their channels last in memory, on
 `torch.ops.xopt.adaptive_pool`.
 
-Modules are replaced, and calls of torch's functions are found in recorded forwards. Images in another layout, and those
-that want a gradient, are left to torch.
+Modules are replaced, and calls of torch's functions are found in recorded forwards, means of all pixels among them.
+Images in another layout, and those that want a gradient, are left to torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
 from xopt.modules.base import Replacement
 from xopt.modules.chain import Call, Seen, Value, chainable
-from xopt.modules.pattern import Pattern, calls, dtype_of, replace, step
+from xopt.modules.pattern import Pattern, argument, calls, described, dtype_of, put_in_place, replace, shape_of, step
 from xopt.modules.pool import ImagePool, for_kernel, replaced_kind
 from xopt.ops.fakes import FLOATING
 
@@ -71,10 +71,14 @@ def _are_numbers(sizes: list[int | None], dims: int) -> bool:
 @chainable(adaptive_pool, where=_has_numbers, takes_images=True)
 def _adaptive_pool_call(seen: Seen, module: Any, input: Value) -> Call | None:
     _, dims = replaced_kind(module, _DIMS)
-    sizes = _numbers(dims, seen.attribute(module, "output_size"))
+    return _call(dims, _name_of(module), input, seen.attribute(module, "output_size"))
+
+
+def _call(dims: int, kind: str, input: Value, output_size: Any) -> Call | None:
+    sizes = _numbers(dims, output_size)
     if not _are_numbers(sizes, dims):
         return None
-    arguments = (input, _name_of(module), sizes)
+    arguments = (input, kind, sizes)
     return Call("adaptive_pool", arguments, input, lambda image: (*image[:2], *sizes), image_dims=dims + 2)
 
 
@@ -104,13 +108,57 @@ class FindAdaptivePools(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, torch.mean, "mean"):
+            dims = _dims_of_mean(node)
+            if dims is not None:
+                _pool_in_place_of_mean(graph, node, dims)
         for kind, functions in (("max", _MAX), ("average", _AVERAGE)):
             for dims, function in enumerate(functions, 1):
                 for node in calls(graph, function):
                     given = dict(zip(("input", "output_size"), node.args, strict=False)) | node.kwargs
                     indices = given.pop("return_indices", False)
                     if given.keys() == {"input", "output_size"} and not indices and dtype_of(node) in FLOATING:
-                        replace(graph, node, pool_to, (dims, kind, given["input"], given["output_size"]), {})
+                        size = given["output_size"]
+                        size = tuple(size) if isinstance(size, list) else size
+                        replace(graph, node, pool_to, (dims, kind, given["input"], size), {})
+
+
+def _dims_of_mean(node: Any) -> int | None:
+    """How many spatial dimensions a mean goes over, if that is all of those that an image's layout is known for."""
+    source, over, keeps = node.args[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
+    all_dims = len(shape_of(source))
+    if all_dims not in (4, 5) or type(keeps) is not bool or not isinstance(over, (tuple, list)):
+        return None
+    if not all(type(dim) is int for dim in over) or node.kwargs.keys() - {"dim", "keepdim"}:
+        return None
+    is_spatial = sorted(dim % all_dims for dim in over) == [*range(2, all_dims)]
+    return all_dims - 2 if is_spatial and dtype_of(source) == dtype_of(node) in FLOATING else None
+
+
+def _pool_in_place_of_mean(graph: Graph, node: Node, dims: int) -> None:
+    with graph.inserting_before(node):
+        new = described(graph.call_function(mean_of_pixels, (dims, node.args[0])))
+        if not argument(node, 2, "keepdim", False):
+            new = graph.call_method("flatten", (new, 1))
+    put_in_place(graph, node, new)
+
+
+@step("adaptive_pool")
+def mean_of_pixels(dims: int, input: torch.Tensor) -> torch.Tensor:
+    """The mean of each channel, as an image of one pixel."""
+    result = _pooled(dims, input, "average", 1)
+    return input.mean(tuple(range(2, 2 + dims)), keepdim=True) if result is None else result
+
+
+@chainable(mean_of_pixels, where=lambda node: dtype_of(node) in FLOATING, takes_images=True)
+def _mean_call(seen: Seen, dims: int, input: Value) -> Call | None:
+    return _call(dims, "average", input, 1)
+
+
+def _goes_to_numbers(node: Node) -> bool:
+    dims, _, _, output_size = node.args
+    assert isinstance(dims, int), "it is what the pattern has put there"
+    return dtype_of(node) in FLOATING and _are_numbers(_numbers(dims, output_size), dims)
 
 
 @step("adaptive_pool")
@@ -120,3 +168,8 @@ def pool_to(dims: int, kind: str, input: torch.Tensor, output_size: Any) -> torc
         return result
     function: Any = (_MAX if kind == "max" else _AVERAGE)[dims - 1]
     return function(input, output_size)  # type: ignore[no-any-return]
+
+
+@chainable(pool_to, where=_goes_to_numbers, takes_images=True)
+def _pool_to_call(seen: Seen, dims: int, kind: str, input: Value, output_size: Any) -> Call | None:
+    return _call(dims, kind, input, output_size)

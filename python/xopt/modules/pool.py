@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
@@ -129,7 +129,10 @@ def _pooled(dims: int, input: torch.Tensor, kind: str, window: dict[str, Any]) -
 @chainable(pool, where=lambda node: dtype_of(node) in FLOATING, takes_images=True)
 def _pool_call(seen: Seen, module: Any, input: Value) -> Call:
     _, dims = replaced_kind(module, _DIMS)
-    name, window = _window_of(module, dims, functools.partial(seen.attribute, module))
+    return _call(dims, input, *_window_of(module, dims, functools.partial(seen.attribute, module)))
+
+
+def _call(dims: int, input: Value, name: str, window: dict[str, Any]) -> Call:
     sizes = [window[each] for each in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
 
     def shape(image: Sequence[int]) -> tuple[int, ...]:
@@ -167,7 +170,15 @@ class FindPools(Pattern):
                     given = dict(zip(("input", *names), node.args, strict=False)) | node.kwargs
                     indices = given.pop("return_indices", False)
                     if given.keys() <= {"input", *names} and not indices and dtype_of(node) in FLOATING:
-                        replace(graph, node, target, (dims, given.pop("input")), given)
+                        window = {name: tuple(each) if isinstance(each, list) else each for name, each in given.items()}
+                        replace(graph, node, target, (dims, window.pop("input")), window)
+
+
+def _has_constants(node: Node) -> bool:
+    def is_constant(value: Any) -> bool:
+        return all(map(is_constant, value)) if isinstance(value, tuple) else isinstance(value, (int, type(None)))
+
+    return dtype_of(node) in FLOATING and all(map(is_constant, node.kwargs.values()))
 
 
 @step("max_pool")
@@ -204,6 +215,36 @@ def average_pool(
         return result
     rest = counts[:2] if dims == 1 else counts
     return _AVERAGE[dims - 1](input, kernel_size, stride or kernel_size, padding, *rest)  # type: ignore[no-any-return]
+
+
+@chainable(max_pool, where=_has_constants, takes_images=True)
+def _max_pool_call(
+    seen: Seen,
+    dims: int,
+    input: Value,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Call:
+    return _call(dims, input, "max", _window(dims, kernel_size, stride, padding, ceil_mode, dilation=dilation))
+
+
+@chainable(average_pool, where=_has_constants, takes_images=True)
+def _average_pool_call(
+    seen: Seen,
+    dims: int,
+    input: Value,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Call:
+    counts = (ceil_mode, count_include_pad, divisor_override)
+    return _call(dims, input, "average", _window(dims, kernel_size, stride, padding, *counts))
 
 
 _MAX: tuple[Any, ...] = (torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
