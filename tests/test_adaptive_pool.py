@@ -118,6 +118,8 @@ FUNCTIONS: dict[str, tuple[Any, bool]] = {
     "one image": (lambda x: F.adaptive_avg_pool2d(x[0], 2), False),
     "mean": (lambda x: x.mean((2, 3)), True),
     "mean of an image": (lambda x: torch.mean(x, dim=[-1, -2], keepdim=True), True),
+    "mean, named": (lambda x: torch.mean(input=x, dim=(3, 2)), True),
+    "mean of all": (lambda x: x.mean(), False),
     "mean of volumes": (lambda x: x.unflatten(3, (-1, 1)).mean((2, 3, 4)), True),
     "mean of lines": (lambda x: x.mean(3), False),
     "mean of channels": (lambda x: x.mean((1, 2)), False),

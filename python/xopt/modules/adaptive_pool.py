@@ -125,11 +125,12 @@ class FindAdaptivePools(Pattern):
 
 def _dims_of_mean(node: Any) -> int | None:
     """How many spatial dimensions a mean goes over, if that is all of those that an image's layout is known for."""
-    source, over, keeps = node.args[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
+    source = argument(node, 0, "input")
+    over, keeps = argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
     all_dims = len(shape_of(source))
     if all_dims not in (4, 5) or type(keeps) is not bool or not isinstance(over, (tuple, list)):
         return None
-    if not all(type(dim) is int for dim in over) or node.kwargs.keys() - {"dim", "keepdim"}:
+    if not all(type(dim) is int for dim in over) or node.kwargs.keys() - {"input", "dim", "keepdim"}:
         return None
     is_spatial = sorted(dim % all_dims for dim in over) == [*range(2, all_dims)]
     return all_dims - 2 if is_spatial and dtype_of(source) == dtype_of(node) in FLOATING else None
@@ -137,7 +138,7 @@ def _dims_of_mean(node: Any) -> int | None:
 
 def _pool_in_place_of_mean(graph: Graph, node: Node, dims: int) -> None:
     with graph.inserting_before(node):
-        new = described(graph.call_function(mean_of_pixels, (dims, node.args[0])))
+        new = described(graph.call_function(mean_of_pixels, (dims, argument(node, 0, "input"))))
         if not argument(node, 2, "keepdim", False):
             new = graph.call_method("flatten", (new, 1))
     put_in_place(graph, node, new)
