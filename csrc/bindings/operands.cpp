@@ -174,13 +174,13 @@ void Operands::Seen::fetch() const {
 // An entry that has passed, with what it has led to.
 void Operands::Seen::note(const Entry& entry, const Found& its) {
   if (entry.kind == Kind::attribute) {
-    if (!entry.is_constant) questions.push_back({&entry, modules.size() - 1});
+    if (!entry.is_constant) changeable.push_back(&entry);
     return;
   }
   if (entry.kind == Kind::packed) packed.push_back({its.tensor, its.attributes});
   if (entry.version != kAnyVersion && its.torchs != nullptr) {
-    constexpr size_t kCounter =
-        5;  // which word of a tensor leads to it: were it another one, it would be fetched in vain
+    // Which word of a tensor leads to it: were it another one, that would be fetched in vain.
+    constexpr size_t kCounter = 5;
     const void* counter = static_cast<const void* const*>(its.torchs)[kCounter];
     const size_t getter = std::find(getters.begin(), getters.end(), entry.version_of) - getters.begin();
     if (getter == getters.size()) getters.push_back(entry.version_of);
@@ -201,15 +201,15 @@ bool Operands::Seen::holds(const py::list& modules_now) const {
   for (const Packed& each : packed) {
     if (each.parameter == nullptr || !each.attributes.is(SeenDict::of(each.parameter))) return false;
   }
-  for (const Question& each : questions) {
-    const py::object attributes = attributes_of(module_at(modules[each.module].place));
-    if (!has(attributes.ptr(), each.entry->name, each.entry->expected)) return false;
+  for (const Entry* each : changeable) {
+    if (!has(attributes_of(module_at(each->place)).ptr(), each->name, each->expected)) return false;
   }
   return std::all_of(versions.begin(), versions.end(), [&](const Version& each) {
     return PyLong_AsLongLong(getters[each.getter](each.tensor).ptr()) == each.expected;
   });
 }
 
+// Whether every entry passes; `seen` is then what it was seen by.
 bool Operands::look_up_all(const py::list& modules, Seen* seen) const {
   Seen before = std::move(*seen);
   *seen = {};

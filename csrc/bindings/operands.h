@@ -69,10 +69,6 @@ class Operands {
   };
   // What has to be asked as long as no module has changed, close together: in all entries lie five times as many lines of
   // the caches as in the answers.
-  struct Question {
-    const Entry* entry;  // of an attribute that may change within
-    size_t module;       // among those seen
-  };
   struct Version {
     PyObject* tensor;
     const void* torchs;
@@ -89,9 +85,9 @@ class Operands {
     const void* torchs;
   };
   struct Seen {
-    std::vector<SeenModule> modules;  // in the order of the entries
-    std::vector<Found> found;         // by entries
-    std::vector<Question> questions;
+    std::vector<SeenModule> modules;       // in the order of the entries
+    std::vector<Found> found;              // by entries
+    std::vector<const Entry*> changeable;  // attributes that may change within
     std::vector<Version> versions;
     std::vector<VersionGetter> getters;
     std::vector<Packed> packed;

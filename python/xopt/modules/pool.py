@@ -97,14 +97,14 @@ def _window_of(module: Any, dims: int, read: Callable[[str], Any]) -> tuple[str,
 def _window(
     dims: int,
     kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    ceil_mode: bool,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
     count_include_pad: bool = False,
-    divisor: int | None = None,
+    divisor_override: int | None = None,
     dilation: Any = 1,
 ) -> dict[str, Any]:
-    """In the order of the operator's schema."""
+    """In the order of the operator's schema, by the names that torch's functions have."""
 
     def numbers(value: Any) -> list[int]:
         given = [value] if isinstance(value, int) else list(value)
@@ -117,7 +117,7 @@ def _window(
         "dilation": numbers(dilation),
         "ceil_mode": ceil_mode,
         "count_include_pad": count_include_pad,
-        "divisor": divisor or 0,
+        "divisor": divisor_override or 0,
     }
 
 
@@ -218,33 +218,13 @@ def average_pool(
 
 
 @chainable(max_pool, where=_has_constants, takes_images=True)
-def _max_pool_call(
-    seen: Seen,
-    dims: int,
-    input: Value,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-) -> Call:
-    return _call(dims, input, "max", _window(dims, kernel_size, stride, padding, ceil_mode, dilation=dilation))
+def _max_pool_call(seen: Seen, dims: int, input: Value, **window: Any) -> Call:
+    return _call(dims, input, "max", _window(dims, **window))
 
 
 @chainable(average_pool, where=_has_constants, takes_images=True)
-def _average_pool_call(
-    seen: Seen,
-    dims: int,
-    input: Value,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Call:
-    counts = (ceil_mode, count_include_pad, divisor_override)
-    return _call(dims, input, "average", _window(dims, kernel_size, stride, padding, *counts))
+def _average_pool_call(seen: Seen, dims: int, input: Value, count_include_pad: bool = True, **window: Any) -> Call:
+    return _call(dims, input, "average", _window(dims, count_include_pad=count_include_pad, **window))
 
 
 _MAX: tuple[Any, ...] = (torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
