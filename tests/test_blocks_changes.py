@@ -149,7 +149,7 @@ def test_changed_biases_of_merged_layers_are_seen() -> None:
     model(x)
     model.value.bias = nn.Parameter(model.value.bias + by_layer[2], requires_grad=False)
     model(x)
-    model.query.bias.data.add_(by_layer[0])  # which no version counts
+    model.query.bias.data.add_(by_layer[0])  # which torch itself does not count
     assert torch.allclose(model(x) - before, torch.tensor(by_layer).repeat_interleave(64).expand(3, -1), atol=1e-5)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 

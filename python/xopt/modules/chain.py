@@ -23,6 +23,7 @@ from xopt.modules.chain_call import Call as Call
 from xopt.modules.chain_call import Fitting
 from xopt.modules.chain_call import Shape as Shape
 from xopt.modules.chain_call import Value as Value
+from xopt.modules.counted_parameter import count_changes
 from xopt.ops.chain import Given, Part, Result, SizeOf, call_text, calls_text
 
 Tensor = torch.Tensor
@@ -122,6 +123,7 @@ class Seen:
     def tensor(self, module: nn.Module, name: str) -> Tensor | None:
         """A parameter or buffer that something is computed from."""
         found: Tensor | None = getattr(module, name)
+        count_changes(found)
         counted = found is not None and not found.is_inference()
         self.lasts &= found is None or counted
         version = found._version if found is not None and counted else -1

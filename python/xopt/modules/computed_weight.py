@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from xopt.modules.base import dtype_name, has_kernels
+from xopt.modules.counted_parameter import count_changes
 from xopt.modules.gradients import wants_gradient
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.ops.fakes import FLOATING
@@ -39,6 +40,7 @@ class ComputedWeight:
             return None
         state = [*(_state_of(tensor) for tensor in tensors), *self.also(module)]
         if state != self._state:
+            count_changes(*tensors)
             with torch.no_grad():
                 weight = self.compute(module)
             self._packed = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from xopt.modules.chain import Seen, Stored
+from xopt.modules.counted_parameter import count_changes
 from xopt.modules.pattern import argument, dtype_of
 from xopt.ops.chain import Given, Part
 from xopt.ops.fakes import FLOATING
@@ -24,6 +25,7 @@ _FOLDED = "_xopt_folded"
 
 class _Folded:
     def __init__(self, sources: tuple[Tensor | None, ...], eps: float) -> None:
+        count_changes(*sources)
         self._sources = sources
         self._versions = _versions(sources)
         self._eps = eps
