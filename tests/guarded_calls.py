@@ -267,6 +267,16 @@ def concat_calls(caller: Caller, first: int, second: int, columns: int, dtype: t
     caller.call(f"concat {where}", lambda one, other: torch.ops.xopt.concat(one, other, 1), *parts)
 
 
+def combine_calls(caller: Caller, first: int, second: int, columns: int, dtype: torch.dtype) -> None:
+    where = f"{first}x{second}x{columns} {dtype}"
+    whole, factor = torch.randn(first, second, columns).to(dtype), torch.randn(first, 1, columns).to(dtype)
+    caller.call(f"combine {where}", lambda one, other: torch.ops.xopt.combine(one, other, "mul"), whole, factor)
+    rows = torch.randn(first, second, 1).to(dtype)
+    caller.call(
+        f"combine {where}, rows", lambda one, other: torch.ops.xopt.combine(one, other, "add", True), whole, rows
+    )
+
+
 def recurrent_calls(caller: Caller, batch: int, units: int, features: int, dtype: torch.dtype) -> None:
     from xopt.modules.packed_parameter import PackedParameter
 
@@ -315,6 +325,7 @@ def main(mode: str) -> None:
             matmul_calls(caller, m, n, k, dtype)
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             concat_calls(caller, m, n, k, dtype)
+            combine_calls(caller, m, n, k, dtype)
             recurrent_calls(caller, m, n, k, dtype)
             norm_calls(caller, m, n, dtype, FLOATS[index % 3])
     for index, (channels, out, size) in enumerate(

@@ -23,7 +23,17 @@ from xopt.ops.chain import Given, Result, call_text, calls_text
 from xopt.ops.views import view_of
 
 ops: Any = torch.ops.xopt
-CHAINABLE = ("linear", "linear_gated", "linear_norm", "layer_norm", "rms_norm", "attention", "rotary", "concat")
+CHAINABLE = (
+    "linear",
+    "linear_gated",
+    "linear_norm",
+    "layer_norm",
+    "rms_norm",
+    "attention",
+    "rotary",
+    "concat",
+    "combine",
+)
 IMAGES = ("conv", "pool", "adaptive_pool", "group_norm")
 RUNS = 4
 

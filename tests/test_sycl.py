@@ -54,7 +54,7 @@ LINEAR = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
 IMAGES = ("conv", "group_norm", "pool", "adaptive_pool", "upsample")
 
 
-@pytest.mark.parametrize("name", [*LINEAR, *IMAGES, "norm", "softmax", "rotary", "concat", "attention"])
+@pytest.mark.parametrize("name", [*LINEAR, *IMAGES, "norm", "softmax", "rotary", "concat", "combine", "attention"])
 def test_operators_against_float64(name: str) -> None:
     with sycl.device("cpu"):
         run_family(name)
@@ -189,8 +189,8 @@ def unet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 MODELS = {
     unet: {"gemm", "conv", "group_norm", "pool", "upsample"},
-    bert: {"gemm", "attention", "norm"},
-    vit: {"gemm", "conv", "concat", "attention", "norm"},  # patches of an image are a convolution
+    bert: {"gemm", "combine", "attention", "norm"},  # of embeddings
+    vit: {"gemm", "conv", "concat", "combine", "attention", "norm"},  # patches of an image are a convolution
     llama: {"gemm", "concat", "attention", "norm", "rotary"},  # with a cache that it makes
     resnet: {"gemm", "conv", "pool"},
     mobilenet: {"gemm", "conv", "conv_depthwise", "pool"},

@@ -227,8 +227,8 @@ def test_an_encoder_is_one_chain(name: str, attention: str, monkeypatch: pytest.
         lengths = lengths_of_chains(monkeypatch)
         for each in cases:
             optimized(**each)
-    # Positions are added to several images by torch, since they are those of one; what makes tokens is before that.
-    assert len(lengths) == (2 if "pixel_values" in inputs else len(cases))
+    # What sums embeddings up is a short chain of its own where a mask is made by the sizes of that.
+    assert len([length for length in lengths if length > 3]) == len(cases)
 
 
 def test_another_attention_can_be_chosen_afterwards() -> None:

@@ -25,7 +25,7 @@ PRODUCTS = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
 FAMILIES = (*PRODUCTS, "conv", "group_norm", "pool", "adaptive_pool", "upsample")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "norm", "softmax", "rotary", "concat", "attention"])
+@pytest.mark.parametrize("name", [*FAMILIES, "norm", "softmax", "rotary", "concat", "combine", "attention"])
 def test_operators_against_float64(name: str) -> None:
     family = find_family(name)
 

@@ -96,6 +96,11 @@ def _concat(named: Named) -> Tensor:
     return torch.cat((named["first"], named["second"]), named["dim"])
 
 
+def _combine(named: Named) -> Tensor:
+    combined = (torch.add if named["how"] == "add" else torch.mul)(named["first"], named["second"])
+    return combined.relu() if named.get("relu") else combined
+
+
 def _window_partition(named: Named) -> Tensor:
     image, (height, width) = named["image"], named["window"]
     bottom, right = -image.shape[1] % height, -image.shape[2] % width
@@ -129,6 +134,7 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "adaptive_pool": _adaptive_pool,
     "upsample": _upsample,
     "concat": _concat,
+    "combine": _combine,
     "window_partition": _window_partition,
     "window_merge": _window_merge,
 }

@@ -62,6 +62,7 @@ class Linkable(NamedTuple):
     has_parts: bool
     is_view: bool
     takes_images: bool
+    is_torchs: bool
 
 
 Teller = TypeVar("Teller", bound=Callable[..., Call | list[Call] | None])
@@ -74,6 +75,7 @@ def chainable(
     has_parts: bool = False,
     is_view: bool = False,
     takes_images: bool = False,
+    is_torchs: bool = False,
 ) -> Callable[[Teller], Teller]:
     """Marks the function that tells what call of an operator a step is, or None where it is none: it takes a `Seen` and
     then the step's arguments. Of those, modules are themselves and tensors `Given` or `Result`, but `Stored` those of
@@ -81,11 +83,12 @@ def chainable(
     of a list of calls.
 
     `where`: which of a graph's steps are worth asking for. `is_view`: it computes nothing. `takes_images`: how its
-    input lies in memory makes a difference, so that it must be no view of another link's result."""
+    input lies in memory makes a difference, so that it must be no view of another link's result. `is_torchs`: by itself
+    it stays torch's, which is as quick; no chain is made of nothing but such."""
 
     def mark(teller: Teller) -> Teller:
         for step in steps:
-            linkables[step] = Linkable(teller, where, has_parts, is_view, takes_images)
+            linkables[step] = Linkable(teller, where, has_parts, is_view, takes_images, is_torchs)
         return teller
 
     return mark

@@ -89,13 +89,17 @@ class _Window:
     def has_part(self, node: Node) -> bool:
         return _is_part(node) and self._has_parts(node.args[0])
 
+    def _is_torchs(self, node: Node) -> bool:
+        kind = self._kinds[node]
+        return kind is not None and kind.is_torchs
+
     def _has_parts(self, node: Any) -> bool:
         kind = self._kinds.get(node)
         return kind is not None and kind.has_parts
 
     def close(self) -> None:
         """Makes a chain of what is in it, and begins anew."""
-        if len(self._computing) > 1:
+        if len(self._computing) > 1 and not all(self._is_torchs(node) for node in self._computing):
             self._chain()
         self._begin()
 

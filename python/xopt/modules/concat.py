@@ -97,7 +97,7 @@ def _copied_call(seen: Seen, input: Value) -> Call:
     return Call("concat", (nothing, input, 0), input, lambda shape: shape)
 
 
-@chainable(*_CAT, where=_joins_two)
+@chainable(*_CAT, where=_joins_two, is_torchs=True)
 def _concat_call(seen: Seen, tensors: tuple[Any, Any], dim: int = 0) -> Call | None:
     values: list[Value | None] = [seen.operand(each) if isinstance(each, Stored) else each for each in tensors]
     first, second = values

@@ -1,0 +1,28 @@
+// Sums and products of two tensors, element by element and broadcast: the contract of the kernel "combine" (dtype f32,
+// that of its arithmetic; the tensors have the same of the three floating dtypes). A NaN stays one, also under a relu.
+#pragma once
+
+#include "tiles/types.h"
+
+namespace xopt {
+
+struct CombineCall {
+  static constexpr int kDims = 8;
+
+  struct Part {
+    const void* data;
+    int64_t stride[kDims];  // elements; 0: the part has one value for all
+  };
+
+  Binary how;
+  bool relu;
+  DType dtype;
+  int64_t
+      size[kDims];  // from the outermost to the innermost in memory of `out`, which has nothing between its elements
+  Part parts[2];
+  void* out;
+};
+
+using CombineFn = void(const CombineCall& call);
+
+}  // namespace xopt

@@ -1,0 +1,75 @@
+"""Sums and products of two tensors that no product, convolution or norm has taken along, as links of chains: an image
+times a factor for each channel (squeeze-and-excitation), branches that meet. By themselves they stay torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, Node
+from torch.nn import functional
+
+from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
+from xopt.modules.pattern import ADD, MULTIPLY, Pattern, calls, dtype_of, only_user, operands, replace, shape_of, step
+from xopt.ops.fakes import FLOATING
+
+_MOST_DIMS = 8  # that the operator knows
+_RELU = (functional.relu, torch.relu, "relu")
+
+
+class ReluOfSum(Pattern):
+    stage: ClassVar[int] = 6  # after all that takes a sum or an activation along
+    switch: ClassVar[str] = "fuse_conv"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, *_RELU):
+            source = node.args[0]
+            parts = operands(source, ADD)
+            if parts is not None and _combines(source) and only_user(source) is node:
+                replace(graph, node, relu_of_sum, parts, {})
+
+
+@step("")
+def relu_of_sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.relu(first + second)
+
+
+def _combines(node: Node) -> bool:
+    parts = node.args
+    if len(parts) != 2 or node.kwargs or not all(isinstance(part, Node) for part in parts):
+        return False
+    dtypes = {dtype_of(each) for each in (*parts, node)}
+    return len(dtypes) == 1 and dtypes <= {*FLOATING} and 1 <= len(shape_of(node)) <= _MOST_DIMS
+
+
+def _call_of(how: str, relu: bool) -> Callable[..., Call | None]:
+    def tell(seen: Seen, first: Any, second: Any) -> Call | None:
+        values: list[Value | None] = [
+            seen.operand(each) if isinstance(each, Stored) else each for each in (first, second)
+        ]
+        one, other = values
+        if one is None or other is None:
+            return None
+        return Call("combine", (one, other, how, relu), one, _broadcast, others=(other,), fits=_are_broadcast)
+
+    return tell
+
+
+def _from_last(first: Shape, second: Shape) -> list[tuple[int, int]]:
+    return [*zip_longest(reversed(first), reversed(second), fillvalue=1)]
+
+
+def _broadcast(first: Shape, second: Shape) -> Shape:
+    return tuple(other if one == 1 else one for one, other in reversed(_from_last(first, second)))
+
+
+def _are_broadcast(first: Shape, second: Shape) -> bool:
+    return all(one == other or 1 in (one, other) for one, other in _from_last(first, second))
+
+
+chainable(*ADD, where=_combines, is_torchs=True)(_call_of("add", relu=False))
+chainable(*MULTIPLY, where=_combines, is_torchs=True)(_call_of("mul", relu=False))
+chainable(relu_of_sum, where=_combines, is_torchs=True)(_call_of("add", relu=True))

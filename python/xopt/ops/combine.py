@@ -1,0 +1,21 @@
+"""The fake of combine."""
+
+from __future__ import annotations
+
+import torch
+
+from xopt.ops.costs import Shape, Work, cost_of, joined
+from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
+
+
+@fake_of("combine")
+def _combine(first: Tensor, second: Tensor, how: str, relu: bool = False) -> Tensor:
+    check("combine", {"first": first, "second": second}, FLOATING)
+    if how not in ("add", "mul"):
+        raise RuntimeError(f"xopt::combine: how: expected one of add, mul, got '{how}'")
+    return torch.add(first, second) if how == "add" else torch.mul(first, second)
+
+
+@cost_of("combine", category="pointwise", kernel="combine")
+def _combine_work(first: Shape, second: Shape, how: str, relu: bool = False) -> Work:
+    return Work(f"{joined(first)} and {joined(second)}")
