@@ -91,7 +91,13 @@ class GemmThread {
     acc_ = acc.as<uint8_t>();
     a_ = a.as<uint8_t>();
     row_sums_ = row_sums.as<int32_t>();
+    const bool lie_alike =
+        finishes_ && weights_stay_ && in_place_.step != 0 && plan_.k_blocks == 1 && panels.size() <= chunk_panels;
     for (int64_t row = rows.begin; row < rows.end; row += chunk_blocks) {
+      if (lie_alike && row > rows.begin) {
+        finish_row_blocks({row, rows.end});
+        break;
+      }
       rows_ = {row, minimum(row + chunk_blocks, rows.end)};
       weight_lines_ = lines_ahead<Block>(rows_.size());
       copied_ = false;
@@ -329,6 +335,39 @@ class GemmThread {
         acc += kAccBytes;
         block.b += w_.panel_bytes;
         finish.skip(kPanelColumns);
+      }
+    }
+  }
+
+  // Row blocks whose rows lie in place, with all panels of the part, behind one that was done with these: nothing differs
+  // but where they read and write. Looked up anew for each, the rest took a third of a short product's time (12544 x 16 x
+  // 32 on AVX2).
+  void finish_row_blocks(Range blocks) {
+    if constexpr (Block::kFinishes && !View::kInPlace) {
+      BlockCall block = block_of({blocks.begin, 0});
+      const Epilogue& e = call_.epilogue;
+      const auto at_first_row = finish_of<typename Block::Round>(e, columns_, 0, -out_row_offset_, 0);
+      for (int64_t rb = blocks.begin; rb < blocks.end; ++rb) {
+        rows_ = {rb, rb + 1};
+        const int64_t rows = plan_.rows_of(rb), row = plan_.first_row(rb);
+        auto finish = at_first_row;
+        finish.out += row * finish.out_stride;
+        if (finish.other != nullptr) finish.other += row * finish.other_stride;
+        block.a = in_place_.data + row * in_place_.step;
+        block.b = weights(panels_.begin, 0);
+        block.finish = &finish;
+        auto* acc = sums(rb, panels_.begin);
+        for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+          background_.prefetches.clear();
+          if (panel == panels_.begin) prefetch_in_place({rb, 0});
+          prefetch_epilogue(rb, panel, block.k_tiles);
+          block.columns = minimum(finish.columns, kPanelColumns);
+          block.acc = acc;
+          Block::run(rows, block, background_.prefetches);
+          acc += kAccBytes;
+          block.b += w_.panel_bytes;
+          finish.skip(kPanelColumns);
+        }
       }
     }
   }
