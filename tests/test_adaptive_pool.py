@@ -74,6 +74,28 @@ def test_cases(case_batch: list[AdaptivePoolCase]) -> None:
     FAMILY.run_all(case_batch)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("layout", ["channels_last", "slice"])
+@pytest.mark.parametrize("size", ["3x40x60x60", "1x333x30x20", "2x45x3x30x31", "3x2100x7x7"])
+def test_the_mean_of_few_images_is_the_same_on_any_number_of_threads(
+    torch_threads: None, size: str, layout: str
+) -> None:
+    """Threads share lines or channels of images that are fewer than they are."""
+    images, channels, *spatial = numbers(size)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.randn(images, *spatial, channels + 8).to(dtype) + 1
+        x = (whole[..., :channels] if layout == "slice" else whole[..., :channels].contiguous()).movedim(-1, 1)
+        expected = x.double().mean([*range(2, x.dim())], keepdim=True)
+        results = []
+        for count in (1, 2, 3, 4, 7):
+            torch.set_num_threads(count)
+            results.append(ops.adaptive_pool(x, "average", [1] * len(spatial)))
+        torch.testing.assert_close(
+            results[0].double(), expected, rtol=1e-6 if dtype == torch.float32 else 4e-3, atol=1e-6
+        )
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
 X = torch.randn(2, 8, 6, 6)
 ERRORS: dict[str, tuple[Any, str]] = {
     "kind": (lambda: ops.adaptive_pool(X, "min", [1, 1]), "kind: expected one of max, average, got 'min'"),

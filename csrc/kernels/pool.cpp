@@ -7,14 +7,17 @@
 
 #include <type_traits>
 
+#include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
+#include "tiles/row_loops.h"
 #include "tiles/vector.h"
 
 namespace xopt::XOPT_ISA {
 namespace {
 
-constexpr int64_t kVectors = 4;              // of channels, reduced at once
+constexpr int64_t kVectors = 4;  // of channels, reduced at once
+constexpr int64_t kChannelsAtOnce = kVectors * kWidth;
 constexpr int64_t kValuesOfAThread = 16384;  // fewer are not worth waking another thread
 
 // What a window's values become.
@@ -27,20 +30,49 @@ struct Max {
     // Comparisons lose a NaN; a product with zero keeps it, if infinities are kept out.
     nan = fma(min(set1(3.4028235e38F), abs(x)), set1(0.0F), nan);
   }
-  XOPT_INLINE void end_line() {}
   XOPT_INLINE F result(F) const { return add(value, nan); }
+
+  template <int N, class T>
+  static XOPT_INLINE void take_line(const T* x, int64_t width, int64_t step, int64_t count, Max (&most)[N]) {
+    for (int64_t w = 0; w < width; ++w, x += step) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) most[n].take(load_first(x + n * kWidth, count));
+    }
+  }
 };
 
 struct Average {
   F value = set1(0.0F);
-  F line = set1(0.0F);  // sums of sums, since one of a whole image's values would round as often as there are values
 
-  XOPT_INLINE void take(F x) { line = add(line, x); }
-  XOPT_INLINE void end_line() {
-    value = add(value, line);
-    line = set1(0.0F);
-  }
   XOPT_INLINE F result(F divisor) const { return div(value, divisor); }
+
+  // Sums of sums, since one of a whole image's values would round as often as there are values. A vector alone has four
+  // under way: each addition waits for the one before.
+  template <int N, class T>
+  static XOPT_INLINE void take_line(const T* x, int64_t width, int64_t step, int64_t count, Average (&sums)[N]) {
+    constexpr int kChains = N == 1 ? 4 : 1;
+    F line[kChains][N];
+#pragma GCC unroll 4
+    for (int i = 0; i < kChains * N; ++i) line[i / N][i % N] = set1(0.0F);
+    int64_t w = 0;
+    for (; w + kChains <= width; w += kChains) {
+#pragma GCC unroll 4
+      for (int chain = 0; chain < kChains; ++chain, x += step) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) line[chain][n] = add(line[chain][n], load_first(x + n * kWidth, count));
+      }
+    }
+    for (; w < width; ++w, x += step) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) line[0][n] = add(line[0][n], load_first(x + n * kWidth, count));
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      F sum = line[0][n];
+      if constexpr (kChains == 4) sum = add(add(sum, line[1][n]), add(line[2][n], line[3][n]));
+      sums[n].value = add(sums[n].value, sum);
+    }
+  }
 };
 
 template <class Kind, int N, class T>
@@ -49,17 +81,22 @@ XOPT_INLINE void reduce(const T* first, const PoolWindow* windows, const int64_t
   Kind sums[N];
   for (int64_t d = 0; d < windows[0].count; ++d) {
     for (int64_t h = 0; h < windows[1].count; ++h) {
-      const T* x = first + d * step[0] + h * step[1];
-      for (int64_t w = 0; w < windows[2].count; ++w, x += step[2]) {
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sums[n].take(load_first(x + n * kWidth, count));
-      }
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[n].end_line();
+      Kind::take_line(first + d * step[0] + h * step[1], windows[2].count, step[2], count, sums);
     }
   }
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) store_first(out + n * kWidth, sums[n].result(divisor), count);
+}
+
+// Calls reduce(N, channel, count) for channels: for kVectors vectors of them as long as there are so many, then for one. A constant `count` leaves no trace of the tail in the loop.
+template <class Reduce>
+XOPT_INLINE void each_channels(int64_t begin, int64_t end, const Reduce& reduce) {
+  int64_t c = begin;
+  for (; c + kChannelsAtOnce <= end; c += kChannelsAtOnce) {
+    reduce(std::integral_constant<int, kVectors>(), c, kWidth);
+  }
+  for (; c + kWidth <= end; c += kWidth) reduce(std::integral_constant<int, 1>(), c, kWidth);
+  if (c < end) reduce(std::integral_constant<int, 1>(), c, end - c);
 }
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
@@ -113,7 +150,8 @@ void largest_at(const T* first, int64_t channels, const PoolWindow* windows, con
 #endif
 
 template <class Kind, class T>
-void pool_position(const PoolCall& call, const T* image, const PoolWindow* windows, T* out) {
+void pool_position(const PoolCall& call, const T* image, const PoolWindow* windows, int64_t begin, int64_t end,
+                   T* out) {
   const PatchesView& v = call.input;
   int64_t step[3];
   int64_t inside = 1, padded = 1;
@@ -125,16 +163,63 @@ void pool_position(const PoolCall& call, const T* image, const PoolWindow* windo
     padded *= windows[i].with_padding;
   }
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-  if constexpr (std::is_same_v<Kind, Max> && sizeof(T) == 2) return largest_at(first, v.channels, windows, step, out);
+  if constexpr (std::is_same_v<Kind, Max> && sizeof(T) == 2) return largest_at(first, end, windows, step, out);
 #endif
   const int64_t counted = call.divisor != 0 ? call.divisor : (call.counts_padding ? padded : inside);
   const F divisor = set1(static_cast<float>(counted));
-  int64_t c = 0;
-  for (; c + kVectors * kWidth <= v.channels; c += kVectors * kWidth) {
-    reduce<Kind, kVectors>(first + c, windows, step, kWidth, divisor, out + c);
+  each_channels(begin, end, [&](auto vectors, int64_t c, int64_t count) {
+    reduce<Kind, decltype(vectors)::value>(first + c, windows, step, count, divisor, out + c);
+  });
+}
+
+// The mean of all pixels of images that are fewer than threads: these share channels where there are many.
+template <class T>
+void mean_by_channels(const PoolCall& call, int threads) {
+  const PatchesView& v = call.input;
+  const PoolWindow windows[3] = {pool_window(call, 0, 0), pool_window(call, 1, 0), pool_window(call, 2, 0)};
+  const int64_t pieces = v.channels / kChannelsAtOnce;
+  parallel(threads, [&](int thread, int count) {
+    const int64_t begin = pieces * thread / count * kChannelsAtOnce;
+    const int64_t end = thread + 1 == count ? v.channels : pieces * (thread + 1) / count * kChannelsAtOnce;
+    for (int64_t image = 0; image < call.images; ++image) {
+      const T* from = static_cast<const T*>(v.data) + image * v.image_stride;
+      pool_position<Average>(call, from, windows, begin, end, static_cast<T*>(call.out) + image * v.channels);
+    }
+  });
+}
+
+// Otherwise lines, whose sums are then added up as one thread would have.
+template <class T>
+void mean_by_lines(const PoolCall& call, int threads) {
+  const PatchesView& v = call.input;
+  const int64_t height = v.in[1], lines = v.in[0] * height, channels = v.channels;
+  const Scratch scratch(static_cast<size_t>(call.images * lines * channels) * sizeof(float));
+  auto* const sums = scratch.as<float>();
+  parallel(threads, [&](int thread, int count) {
+    const int64_t all = call.images * lines;
+    for (int64_t i = all * thread / count; i < all * (thread + 1) / count; ++i) {
+      const int64_t depth = i % lines / height, line = i % height;
+      const T* from = static_cast<const T*>(v.data) + i / lines * v.image_stride;
+      from += depth * v.in_stride[0] + line * v.in_stride[1];
+      each_channels(0, channels, [&](auto vectors, int64_t c, int64_t width) {
+        constexpr int kCount = decltype(vectors)::value;
+        Average sum[kCount];
+        Average::take_line(from + c, v.in[2], v.in_stride[2], width, sum);
+#pragma GCC unroll 4
+        for (int n = 0; n < kCount; ++n) store_first(sums + i * channels + c + n * kWidth, sum[n].value, width);
+      });
+    }
+  });
+  const F divisor = set1(static_cast<float>(lines * v.in[2]));
+  for (int64_t image = 0; image < call.images; ++image) {
+    T* out = static_cast<T*>(call.out) + image * channels;
+    for_each_vector(channels, [&](int64_t c, int64_t width) {
+      F value = set1(0.0F);
+      const float* sum = sums + image * lines * channels + c;
+      for (int64_t line = 0; line < lines; ++line, sum += channels) value = add(value, load_first(sum, width));
+      store_first(out + c, div(value, divisor), width);
+    });
   }
-  for (; c + kWidth <= v.channels; c += kWidth) reduce<Kind, 1>(first + c, windows, step, kWidth, divisor, out + c);
-  if (c < v.channels) reduce<Kind, 1>(first + c, windows, step, v.channels - c, divisor, out + c);
 }
 
 template <class Kind, class T>
@@ -142,7 +227,15 @@ void pool_of(const PoolCall& call) {
   const PatchesView& v = call.input;
   const int64_t lines = call.images * v.out[0] * v.out[1];
   const int64_t values = lines * v.out[2] * v.channels * v.kernel[0] * v.kernel[1] * v.kernel[2];
-  const int64_t threads = minimum(minimum<int64_t>(max_threads(), lines), values / kValuesOfAThread + 1);
+  const int64_t most = minimum<int64_t>(max_threads(), values / kValuesOfAThread + 1);
+  if constexpr (std::is_same_v<Kind, Average>) {
+    if (call.adaptive && lines * v.out[2] == call.images && call.images < most) {
+      const int64_t by_lines = minimum(most, call.images * v.in[0] * v.in[1]);
+      if (v.channels >= most * kChannelsAtOnce) return mean_by_channels<T>(call, static_cast<int>(most));
+      return mean_by_lines<T>(call, static_cast<int>(by_lines));
+    }
+  }
+  const int64_t threads = minimum(most, lines);
   parallel(static_cast<int>(threads), [&](int thread, int count) {
     for (int64_t line = lines * thread / count; line < lines * (thread + 1) / count; ++line) {
       const int64_t image = line / (v.out[0] * v.out[1]);
@@ -152,7 +245,7 @@ void pool_of(const PoolCall& call) {
       T* out = static_cast<T*>(call.out) + line * v.out[2] * v.channels;
       for (int64_t w = 0; w < v.out[2]; ++w, out += v.channels) {
         windows[2] = pool_window(call, 2, w);
-        pool_position<Kind>(call, from, windows, out);
+        pool_position<Kind>(call, from, windows, 0, v.channels, out);
       }
     }
   });
