@@ -23,7 +23,7 @@ from xopt.modules.chain_call import Call as Call
 from xopt.modules.chain_call import Fitting
 from xopt.modules.chain_call import Shape as Shape
 from xopt.modules.chain_call import Value as Value
-from xopt.modules.counted_parameter import count_changes
+from xopt.modules.counted_parameter import asking_quickly, count_changes
 from xopt.ops.chain import Given, Part, Result, SizeOf, call_text, calls_text
 
 Tensor = torch.Tensor
@@ -233,10 +233,10 @@ class Chain:
     def run(self, modules: list[nn.Module], *values: Tensor) -> Sequence[Tensor]:
         settled = self._settled
         if not is_watched():
-            tensors = None if settled is None else settled.operands.gather(modules, values)
+            tensors = None if settled is None else _gathered(settled, modules, values)
             if tensors is None and not natively.on and not self._is_in_vain():
                 settled = self._settled = self._settle(modules, len(values))
-                tensors = None if settled is None else settled.operands.gather(modules, values)
+                tensors = None if settled is None else _gathered(settled, modules, values)
                 self._to_skip = min(2 * self._to_skip + 1, _MOST_SKIPPED) if tensors is None else 0
             if tensors is not None and settled is not None and _fits(settled, values):
                 return _chain(tensors, settled.text)  # type: ignore[no-any-return]
@@ -355,6 +355,11 @@ def _map(argument: Any, change: Callable[[Any, bool], Any], inside: bool) -> Any
     if kind is tuple:
         return tuple([_map(each, change, True) for each in argument])
     return argument
+
+
+def _gathered(settled: Settled, modules: list[nn.Module], values: tuple[Tensor, ...]) -> list[Tensor] | None:
+    with asking_quickly():
+        return settled.operands.gather(modules, values)
 
 
 def is_watched() -> bool:

@@ -36,6 +36,10 @@ class CountedParameter(nn.Parameter):
 
 TENSORS.add(CountedParameter)
 
+asking_quickly = torch._C.DisableTorchFunctionSubclass
+"""To ask many for their versions: whoever is of another class than torch's own, torch asks for its `__torch_function__`
+first each time, which takes three times as long as the rest."""
+
 
 def count_changes(*tensors: torch.Tensor | None) -> None:
     """All that is written to those that are parameters from now on changes their `_version`, but for what comes through

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from xopt.modules.chain import Seen, Stored
-from xopt.modules.counted_parameter import count_changes
+from xopt.modules.counted_parameter import asking_quickly, count_changes
 from xopt.modules.pattern import argument, dtype_of
 from xopt.ops.chain import Given, Part
 from xopt.ops.fakes import FLOATING
@@ -45,9 +45,10 @@ class _Folded:
     def holds(self, sources: tuple[Tensor | None, ...], eps: float) -> bool:
         if self._versions is None or self._eps != eps:
             return False
-        for now, then, version in zip(sources, self._sources, self._versions, strict=True):  # asked before each product
-            if now is not then or (now is not None and now._version != version):
-                return False
+        with asking_quickly():
+            for now, then, version in zip(sources, self._sources, self._versions, strict=True):  # before each product
+                if now is not then or (now is not None and now._version != version):
+                    return False
         return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
