@@ -17,8 +17,8 @@ struct CombineCall {
   Binary how;
   bool relu;
   DType dtype;
-  int64_t
-      size[kDims];  // from the outermost to the innermost in memory of `out`, which has nothing between its elements
+  // From the outermost to the innermost in memory of `out`, which has nothing between its elements.
+  int64_t size[kDims];
   Part parts[2];
   void* out;
 };

@@ -315,9 +315,7 @@ class GemmThread {
   void finish_panels(Place place) {
     if constexpr (Block::kFinishes) {
       BlockCall block = block_of(place);
-      block.b = weights(panels_.begin, place.kb);
-      auto* acc = sums(place.rb, panels_.begin);
-      const int64_t rows = plan_.rows_of(place.rb), row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
+      const int64_t row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
       auto finish = finish_of<typename Block::Round>(call_.epilogue, columns_, row, row - out_row_offset_, 0);
       if (place.kb + 1 == plan_.k_blocks) block.finish = &finish;
       if constexpr (View::kInPlace) {
@@ -325,17 +323,28 @@ class GemmThread {
         finish.set_pair_distance(view_.pair_distance());
       }
       const int64_t pieces = block.k_tiles;
-      for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+      run_panels(place, &block, &finish, [&](int64_t panel) {
         block.k_tiles = k_tiles;
         find_prefetches(place, panel, &block);
         block.k_tiles = pieces;
-        block.columns = minimum(finish.columns, kPanelColumns);
-        block.acc = acc;
-        Block::run(rows, block, background_.prefetches);
-        acc += kAccBytes;
-        block.b += w_.panel_bytes;
-        finish.skip(kPanelColumns);
-      }
+      });
+    }
+  }
+
+  // A row block's products with all panels of the chunk; find(panel) says what to fetch meanwhile.
+  template <class Out, class Find>
+  XOPT_INLINE void run_panels(Place place, BlockCall* block, Finish<Out>* finish, const Find& find) {
+    const int64_t rows = plan_.rows_of(place.rb);
+    block->b = weights(panels_.begin, place.kb);
+    auto* acc = sums(place.rb, panels_.begin);
+    for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+      find(panel);
+      block->columns = minimum(finish->columns, kPanelColumns);
+      block->acc = acc;
+      Block::run(rows, *block, background_.prefetches);
+      acc += kAccBytes;
+      block->b += w_.panel_bytes;
+      finish->skip(kPanelColumns);
     }
   }
 
@@ -349,25 +358,17 @@ class GemmThread {
       const auto at_first_row = finish_of<typename Block::Round>(e, columns_, 0, -out_row_offset_, 0);
       for (int64_t rb = blocks.begin; rb < blocks.end; ++rb) {
         rows_ = {rb, rb + 1};
-        const int64_t rows = plan_.rows_of(rb), row = plan_.first_row(rb);
+        const int64_t row = plan_.first_row(rb);
         auto finish = at_first_row;
         finish.out += row * finish.out_stride;
         if (finish.other != nullptr) finish.other += row * finish.other_stride;
         block.a = in_place_.data + row * in_place_.step;
-        block.b = weights(panels_.begin, 0);
         block.finish = &finish;
-        auto* acc = sums(rb, panels_.begin);
-        for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+        run_panels({rb, 0}, &block, &finish, [&](int64_t panel) {
           background_.prefetches.clear();
           if (panel == panels_.begin) prefetch_in_place({rb, 0});
           prefetch_epilogue(rb, panel, block.k_tiles);
-          block.columns = minimum(finish.columns, kPanelColumns);
-          block.acc = acc;
-          Block::run(rows, block, background_.prefetches);
-          acc += kAccBytes;
-          block.b += w_.panel_bytes;
-          finish.skip(kPanelColumns);
-        }
+        });
       }
     }
   }

@@ -88,7 +88,8 @@ XOPT_INLINE void reduce(const T* first, const PoolWindow* windows, const int64_t
   for (int n = 0; n < N; ++n) store_first(out + n * kWidth, sums[n].result(divisor), count);
 }
 
-// Calls reduce(N, channel, count) for channels: for kVectors vectors of them as long as there are so many, then for one. A constant `count` leaves no trace of the tail in the loop.
+// Calls reduce(N, channel, count) for channels: for kVectors vectors of them as long as there are so many, then for one.
+// A constant `count` leaves no trace of the tail in the loop.
 template <class Reduce>
 XOPT_INLINE void each_channels(int64_t begin, int64_t end, const Reduce& reduce) {
   int64_t c = begin;

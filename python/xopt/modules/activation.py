@@ -36,8 +36,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "clamp": lambda x, alpha, beta: torch.clamp(x, alpha, beta),
 }
 
+RELU = (functional.relu, torch.relu, "relu")
 _PLAIN = {
-    "relu": (functional.relu, torch.relu, "relu"),
+    "relu": RELU,
     "silu": (functional.silu,),
     "sigmoid": (functional.sigmoid, torch.sigmoid, "sigmoid"),
     "tanh": (functional.tanh, torch.tanh, "tanh"),

@@ -148,6 +148,10 @@ class Seen:
             self.shapes[given] = tuple(getattr(module, tensor.name).shape)
         return given
 
+    def value(self, argument: Value | Stored) -> Value | None:
+        """Whatever a step has where an operator takes a tensor."""
+        return self.operand(argument) if isinstance(argument, Stored) else argument
+
     def parameter(self, module: nn.Module, name: str) -> Given | None:
         """A parameter or buffer that the operator takes."""
         found = module._parameters[name] if name in module._parameters else module._buffers[name]

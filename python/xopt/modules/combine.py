@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
-from torch.nn import functional
 
-from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
+from xopt.modules.activation import RELU
+from xopt.modules.chain import Call, Seen, Shape, chainable
 from xopt.modules.pattern import ADD, MULTIPLY, Pattern, calls, dtype_of, only_user, operands, replace, shape_of, step
 from xopt.ops.fakes import FLOATING
 
 _MOST_DIMS = 8  # that the operator knows
-_RELU = (functional.relu, torch.relu, "relu")
 
 
 class ReluOfSum(Pattern):
@@ -25,7 +24,7 @@ class ReluOfSum(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        for node in calls(graph, *_RELU):
+        for node in calls(graph, *RELU):
             source = node.args[0]
             parts = operands(source, ADD)
             if parts is not None and _combines(source) and only_user(source) is node:
@@ -47,10 +46,7 @@ def _combines(node: Node) -> bool:
 
 def _call_of(how: str, relu: bool) -> Callable[..., Call | None]:
     def tell(seen: Seen, first: Any, second: Any) -> Call | None:
-        values: list[Value | None] = [
-            seen.operand(each) if isinstance(each, Stored) else each for each in (first, second)
-        ]
-        one, other = values
+        one, other = seen.value(first), seen.value(second)
         if one is None or other is None:
             return None
         return Call("combine", (one, other, how, relu), one, _broadcast, others=(other,), fits=_are_broadcast)

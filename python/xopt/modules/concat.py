@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.parts import EXAMPLE
-from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.pattern import (
     VIEWS,
     Pattern,
@@ -99,8 +99,7 @@ def _copied_call(seen: Seen, input: Value) -> Call:
 
 @chainable(*_CAT, where=_joins_two, is_torchs=True)
 def _concat_call(seen: Seen, tensors: tuple[Any, Any], dim: int = 0) -> Call | None:
-    values: list[Value | None] = [seen.operand(each) if isinstance(each, Stored) else each for each in tensors]
-    first, second = values
+    first, second = map(seen.value, tensors)
     if first is None or second is None:
         return None
 
