@@ -178,17 +178,21 @@ struct GemmPlan : RowBlocks {
     }
   }
 
-  // Of L2, a half for a chunk's weights, three eighths for the copy of A and the sums of its rows.
+  // Of L2, a half for a chunk's weights, three eighths for the copy of A and the sums of its rows. Rows that nobody copies
+  // pass through it as well, and so do the next chunk's weights: then a quarter.
   void choose_short_chunks(int64_t l2, int64_t panel_bytes) {
-    const int64_t for_weights = l2 / 2;
-    if (panel_bytes * kOnePassPanels <= for_weights) {
+    constexpr int64_t kFewKBlocks = 3;
+    const int64_t for_weights = reads_in_place ? l2 / 4 : l2 / 2;
+    if (panel_bytes * kOnePassPanels <= l2 / 2) {
       // All of K fits: a row block is finished before the next begins, and its sums never leave L1.
       chunk_panels = kOnePassPanels;
       pass_k_blocks = k_blocks;
-    } else if (reads_in_place && panel_bytes <= for_weights) {
+    } else if (reads_in_place && k_blocks <= kFewKBlocks && panel_bytes <= for_weights) {
       // Nor do those of a few panels, for which rows that nobody copies may come in again and again. Beside their weights,
-      // the next ones' and the rows L2 would have no room for sums that wait (197 x 768 x 768 on Zen 5: 1.06).
-      chunk_panels = maximum<int64_t>(1, l2 / 4 / panel_bytes);
+      // the next ones' and the rows L2 would have no room for sums that wait (197 x 768 x 768 on Zen 5: 1.06). A k block
+      // of longer sums is of so many panels more that rows come seldom (fp32, 128 x 2048 x 5632 on Emerald Rapids: 1.1,
+      // 197 x 768 x 3072 1.05; on Zen 3, whose L2 is not filled by two panels then, 128 x 2048 x 2048 1.1).
+      chunk_panels = for_weights / panel_bytes;
       pass_k_blocks = k_blocks;
     } else {
       chunk_panels = minimum(kMostStripPanels, maximum<int64_t>(1, for_weights / panel_slice_bytes()));
