@@ -1,9 +1,7 @@
 // Convolutions with weights of fp16, computed in fp32. See conv.h and conv_loop.h.
 // isa: scalar avx2 avx512
 #include "kernels/conv_image.h"
-#include "tiles/block_avx2.h"
-#include "tiles/block_avx512.h"
-#include "tiles/block_scalar.h"
+#include "kernels/float_blocks.h"
 
 namespace xopt::XOPT_ISA {
 namespace {

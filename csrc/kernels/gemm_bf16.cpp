@@ -1,10 +1,7 @@
 // GEMM with weights of bf16: in fp32 up to AVX-512, by pair products from AVX512-BF16 on, by tiles with AMX.
 // isa: scalar avx2 avx512 avx512_bf16 amx
+#include "kernels/float_blocks.h"
 #include "kernels/gemm_loop.h"
-#include "tiles/block_amx.h"
-#include "tiles/block_avx2.h"
-#include "tiles/block_avx512.h"
-#include "tiles/block_scalar.h"
 
 namespace xopt::XOPT_ISA {
 namespace {

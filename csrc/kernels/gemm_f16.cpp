@@ -1,9 +1,7 @@
 // GEMM with weights of fp16, computed in fp32 (fp16 sums would lose what fp16 inputs hold). See gemm.h.
 // isa: scalar avx2 avx512
+#include "kernels/float_blocks.h"
 #include "kernels/gemm_loop.h"
-#include "tiles/block_avx2.h"
-#include "tiles/block_avx512.h"
-#include "tiles/block_scalar.h"
 
 namespace xopt::XOPT_ISA {
 namespace {

@@ -1,9 +1,7 @@
 // GEMM with weights of fp32. See gemm.h and gemm_loop.h.
 // isa: scalar avx2 avx512
+#include "kernels/float_blocks.h"
 #include "kernels/gemm_loop.h"
-#include "tiles/block_avx2.h"
-#include "tiles/block_avx512.h"
-#include "tiles/block_scalar.h"
 
 namespace xopt::XOPT_ISA {
 namespace {

@@ -86,7 +86,9 @@ class GemmThread {
     const Scratch a(static_cast<size_t>(copies_ * kCopyBytes<Block>));
     const Scratch row_sums(static_cast<size_t>(chunk_blocks * Block::kRows * 4));
     const Scratch columns(static_cast<size_t>(finishes_panels_ ? panels.size() * Output::kColumnBytes : 0));
-    if (finishes_panels_) panel_output_.begin(panels, columns.as<uint8_t>());
+    if constexpr (Block::kBackground) {
+      if (finishes_panels_) panel_output_.begin(panels, columns.as<uint8_t>());
+    }
     fetches_output_ = fetches_output();
     acc_ = acc.as<uint8_t>();
     a_ = a.as<uint8_t>();

@@ -100,11 +100,7 @@ template <class Block>
 inline constexpr int64_t kCopyBytes = Block::kRows * Block::kStride * static_cast<int64_t>(sizeof(typename Block::A));
 
 // Row counts are template arguments of the vector blocks, so that accumulators are registers.
-#define XOPT_RUN_ROWS(MAX)                                                   \
-  template <class Between>                                                   \
-  static void run(int64_t rows, const BlockCall& call, Between& between) {   \
-    Rows<MAX>::run(rows, call, between);                                     \
-  }                                                                          \
+#define XOPT_ROWS                                                            \
   template <int R, class = void>                                             \
   struct Rows {                                                              \
     template <class Between>                                                 \
@@ -113,5 +109,11 @@ inline constexpr int64_t kCopyBytes = Block::kRows * Block::kStride * static_cas
       if constexpr (R > 1) Rows<R - 1>::run(rows, call, between);            \
     }                                                                        \
   };
+#define XOPT_RUN_ROWS(MAX)                                                 \
+  template <class Between>                                                 \
+  static void run(int64_t rows, const BlockCall& call, Between& between) { \
+    Rows<MAX>::run(rows, call, between);                                   \
+  }                                                                        \
+  XOPT_ROWS
 
 }  // namespace xopt::XOPT_ISA
