@@ -201,8 +201,8 @@ XOPT_INLINE void finish_in_order(const Finish<Bf16>& f, int64_t rows, int64_t co
                                  F (&high)[kOutputs]) {
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r) to_order(low[r], high[r]);
-  finish_rows<!kFolds<Bf16>>(f, column, low, rows);
-  finish_rows<!kFolds<Bf16>>(f, column + kWidth, high, rows);
+  finish_rarely<!kFolds<Bf16>>(f, rows, column, low);
+  finish_rarely<!kFolds<Bf16>>(f, rows, column + kWidth, high);
 }
 
 // Sums for an epilogue of its own.
@@ -246,7 +246,7 @@ void finish_outputs_halves(const OutputsCall<Bf16>& call) {
       F low[kOutputs], high[kOutputs];
       if (c + kWidth >= call.columns) {  // of one vector
         sum_outputs<K, S, kFolds<Bf16>>(call, outputs, c, low);
-        finish_rows<!kFolds<Bf16>>(finish, c, low, rows);
+        finish_rarely<!kFolds<Bf16>>(finish, rows, c, low);
         continue;
       }
       sum_halves<K, S, kFolds<Bf16>>(call, outputs, c, low, high);

@@ -17,17 +17,6 @@ namespace {
 
 enum class Out { f32, bf16, any };
 
-template <Out O>
-XOPT_INLINE void store_out(const Epilogue& e, int64_t index, F x, int64_t count) {
-  if constexpr (O == Out::f32) return store_first(static_cast<float*>(e.out) + index, x, count);
-  if constexpr (O == Out::bf16) return store_first(static_cast<Bf16*>(e.out) + index, x, count);
-  if (e.out_dtype == DType::s8 || e.out_dtype == DType::u8) {
-    // Rounded before the zero point is added: it is the stored value that rounds to even.
-    x = add(round_even(div(x, set1(e.out_scale))), set1(static_cast<float>(e.out_zero_point)));
-  }
-  store_any(e.out, e.out_dtype, index, x, count);
-}
-
 // Vectors of a tile's 16 columns.
 constexpr int64_t kTileVectors = kTileColumns / kWidth;
 
@@ -50,19 +39,37 @@ struct PanelSums {
   F bias[kPanelVectors], scale[kPanelVectors];
 };
 
+// The first columns of a row's finished values, in any dtype. One loop for all routines: unrolled in each, with a choice for
+// each vector, it was half of what the compiler had to do here.
+[[gnu::noinline]] void store_in_memory(const Epilogue& e, int64_t out, const F* x, int64_t columns) {
+  const bool is_quantized = e.out_dtype == DType::s8 || e.out_dtype == DType::u8;
+  for (int64_t column = 0; column < columns; column += kWidth, ++x) {
+    F value = *x;
+    if (is_quantized) {
+      // Rounded before the zero point is added: it is the stored value that rounds to even.
+      value = add(round_even(div(value, set1(e.out_scale))), set1(static_cast<float>(e.out_zero_point)));
+    }
+    store_any(e.out, e.out_dtype, out + column, value, columns - column);
+  }
+}
+
 // A tile's worth of columns of one row, or two: finished values on their way out.
 template <Out O, int64_t Vectors>
 XOPT_INLINE void store_columns(const Epilogue& e, int64_t out, const F* x, int64_t columns) {
-  if constexpr (O == Out::bf16 && Vectors % 2 == 0) {
-    if (columns >= Vectors * kWidth) {
-#pragma GCC unroll 4
-      for (int64_t v = 0; v < Vectors; v += 2) store_two(static_cast<Bf16*>(e.out) + out + v * kWidth, x[v], x[v + 1]);
-      return;
-    }
-  }
+  if (O == Out::any || columns < Vectors * kWidth) {
+    F copies[Vectors];  // what has an address does not stay in registers
 #pragma GCC unroll 8
-  for (int64_t v = 0; v < Vectors; ++v) {
-    if (columns > v * kWidth) store_out<O>(e, out + v * kWidth, x[v], columns - v * kWidth);
+    for (int64_t v = 0; v < Vectors; ++v) copies[v] = x[v];
+    return store_in_memory(e, out, copies, minimum(columns, Vectors * kWidth));
+  }
+  if constexpr (O == Out::bf16 && Vectors % 2 == 0) {
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < Vectors; v += 2) store_two(static_cast<Bf16*>(e.out) + out + v * kWidth, x[v], x[v + 1]);
+  } else if constexpr (O == Out::bf16) {
+    store(static_cast<Bf16*>(e.out) + out, x[0]);
+  } else {
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < Vectors; ++v) store(static_cast<float*>(e.out) + out + v * kWidth, x[v]);
   }
 }
 
@@ -113,6 +120,14 @@ class OutRows {
 
 enum class Other { none, given };
 
+// The first columns of what a row is combined with, of any dtype.
+[[gnu::noinline]] void load_in_memory(const Epilogue& e, int64_t index, int64_t columns, F* y) {
+  for (int64_t v = 0; v < kPanelVectors; ++v) {
+    const int64_t left = columns - v * kWidth;
+    y[v] = left > 0 ? load_any(e.other, e.other_dtype, index + v * kWidth, left) : set1(0.0F);
+  }
+}
+
 // What a row of a panel is combined with. Said once for the row: looked at for each vector, dtypes and tails cost more
 // than the rest of the row.
 XOPT_INLINE void load_other(const Epilogue& e, int64_t index, int64_t columns, F* y) {
@@ -121,11 +136,10 @@ XOPT_INLINE void load_other(const Epilogue& e, int64_t index, int64_t columns, F
     for (int64_t v = 0; v < kPanelVectors; ++v) y[v] = load(static_cast<const Bf16*>(e.other) + index + v * kWidth);
     return;
   }
+  F loaded[kPanelVectors];
+  load_in_memory(e, index, columns, loaded);
 #pragma GCC unroll 8
-  for (int64_t v = 0; v < kPanelVectors; ++v) {
-    const int64_t left = columns - v * kWidth;
-    y[v] = left > 0 ? load_any(e.other, e.other_dtype, index + v * kWidth, left) : set1(0.0F);
-  }
+  for (int64_t v = 0; v < kPanelVectors; ++v) y[v] = loaded[v];
 }
 
 XOPT_INLINE void combine(Binary binary, const F* y, F* x) {

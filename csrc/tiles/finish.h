@@ -44,41 +44,19 @@ struct Finish {
   }
 };
 
-// All kWidth columns or, in a tail, the first `count`: looked at for each row, tails would cost more than the rest.
-struct AllColumns {
-  template <class T>
-  XOPT_INLINE F read(const T* p) const {
-    return load(p);
-  }
-  template <class T>
-  XOPT_INLINE void write(T* p, F x) const {
-    store(p, x);
-  }
-};
-struct FirstColumns {
-  template <class T>
-  XOPT_INLINE F read(const T* p) const {
-    return load_first(p, count);
-  }
-  template <class T>
-  XOPT_INLINE void write(T* p, F x) const {
-    store_first(p, x, count);
-  }
-  int64_t count;
-};
-
-template <int R, class Out, class Columns>
-XOPT_INLINE void add_other(const Finish<Out>& f, int64_t rows, int64_t column, const Columns& columns, F (&x)[R]) {
+template <int R, class Out>
+XOPT_INLINE void add_other(const Finish<Out>& f, int64_t rows, int64_t column, F (&x)[R]) {
   const Out* other = f.other + column;
   asm("" : "+r"(other));  // GCC would keep a place for each row, in memory
 #pragma GCC unroll 14
   for (int r = 0; r < R; other += r++ % 2 == 0 ? f.other_stride : f.other_pair) {
-    if (r < rows) x[r] = add(x[r], columns.read(other));
+    if (r < rows) x[r] = add(x[r], load(other));
   }
 }
 
-template <bool Scales, int R, class Out, class Columns>
-XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t column, const Columns& columns, F (&x)[R]) {
+// R rows of the kWidth columns from `column` on. Scales: else sums have scale and bias in them.
+template <bool Scales, int R, class Out>
+XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t column, F (&x)[R]) {
   const F bias = Scales ? load(f.bias + column) : set1(0.0F);
   if (Scales && f.scale != nullptr) {
     const F scale = load(f.scale + column);
@@ -88,29 +66,59 @@ XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t colu
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) x[r] = add(x[r], bias);
   }
-  if (f.other != nullptr && f.clamp_last) add_other(f, rows, column, columns, x);
+  if (f.other != nullptr && f.clamp_last) add_other(f, rows, column, x);
   if (f.clamps) {
     const F low = set1(f.low), high = set1(f.high);
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) x[r] = min(high, max(low, x[r]));
   }
-  if (f.other != nullptr && !f.clamp_last) add_other(f, rows, column, columns, x);
+  if (f.other != nullptr && !f.clamp_last) add_other(f, rows, column, x);
   Out* out = f.out + column;
   asm("" : "+r"(out));
 #pragma GCC unroll 14
   for (int r = 0; r < R; out += r++ % 2 == 0 ? f.out_stride : f.out_pair) {
-    if (r < rows) columns.write(out, x[r]);
+    if (r < rows) store(out, x[r]);
   }
 }
 
-// R rows of the kWidth columns from `column` on, or the first of them. Scales: else sums have scale and bias in them.
+// Likewise, of the first columns where there are fewer: what is rare is a loop, and one function for all that finish such
+// rows. Unrolled in each, it was most of what the compiler had to do for blocks with short epilogues.
+template <class Out>
+[[gnu::noinline]] void finish_in_memory(const Finish<Out>& f, int64_t rows, int64_t column, bool scales, const F* x) {
+  const int64_t count = f.columns - column;
+  // Where there is nothing to do, what changes no value, nor the sign of a zero.
+  const F scale = scales && f.scale != nullptr ? load(f.scale + column) : set1(1.0F);
+  const F bias = scales ? load(f.bias + column) : set1(-0.0F);
+  const F low = set1(f.low), high = set1(f.high);
+  Out* out = f.out + column;
+  const Out* other = f.other != nullptr ? f.other + column : nullptr;
+  for (int64_t r = 0; r < rows; ++r) {
+    F y = fma(x[r], scale, bias);
+    if (other != nullptr && f.clamp_last) y = add(y, load_first(other, count));
+    if (f.clamps) y = min(high, max(low, y));
+    if (other != nullptr && !f.clamp_last) y = add(y, load_first(other, count));
+    store_first(out, y, count);
+    out += r % 2 == 0 ? f.out_stride : f.out_pair;
+    if (other != nullptr) other += r % 2 == 0 ? f.other_stride : f.other_pair;
+  }
+}
+
+// Of sums in registers, which stay there: it is copies that have an address.
+template <bool Scales, int R, class Out>
+XOPT_INLINE void finish_rarely(const Finish<Out>& f, int64_t rows, int64_t column, const F (&x)[R]) {
+  F copies[R];
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r) copies[r] = x[r];
+  finish_in_memory(f, minimum<int64_t>(rows, R), column, Scales, copies);
+}
+
+// R rows, or the first of them, of the kWidth columns from `column` on, or the first of those.
 template <bool Scales = true, int R, class Out>
 XOPT_INLINE void finish_rows(const Finish<Out>& f, int64_t column, F (&x)[R], int64_t rows = R) {
-  const int64_t count = f.columns - column;
-  if (count >= kWidth) {
-    finish_columns<Scales>(f, rows, column, AllColumns{}, x);
+  if (f.columns - column >= kWidth) {
+    finish_columns<Scales>(f, rows, column, x);
   } else {
-    finish_columns<Scales>(f, rows, column, FirstColumns{count}, x);
+    finish_rarely<Scales>(f, rows, column, x);
   }
 }
 
