@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LINT = ROOT / "build" / "lint"
 AVX512 = 2  # as XOPT_LEVEL
+GCC_ONLY = {"-fno-trapping-math", "-fno-split-loops", "-fno-split-paths", "-fno-unswitch-loops"}
 
 
 def gcc_include_dir() -> str:
@@ -32,7 +33,7 @@ def clang_arguments(command: str, omp_dir: Path) -> list[str]:
     arguments = shlex.split(command)[1:]
     output = arguments.index("-o")
     del arguments[output : output + 2]
-    arguments = [argument for argument in arguments if argument not in ("-fno-trapping-math", "-c")]
+    arguments = [argument for argument in arguments if argument not in GCC_ONLY | {"-c"}]
     return [*arguments, f"-isystem{omp_dir}", "-Wno-unknown-warning-option"]
 
 

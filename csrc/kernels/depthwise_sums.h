@@ -259,13 +259,15 @@ using Number = std::integral_constant<int64_t, N>;
 
 // known(K, S), as Numbers, of the kernels that most models have, with no dilation; of all others known(0, 0).
 template <class Known>
-auto select_line(const PatchesView& v, const Known& known) {
+auto select_line([[maybe_unused]] const PatchesView& v, const Known& known) {
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX2  // below, values that are known to lie under several outputs find no registers
   const int64_t kernel = v.dilation[2] == 1 ? v.kernel[2] : 0, stride = v.stride[2];
   if (kernel == 3 && stride == 1) return known(Number<3>{}, Number<1>{});
   if (kernel == 3 && stride == 2) return known(Number<3>{}, Number<2>{});
   if (kernel == 5 && stride == 1) return known(Number<5>{}, Number<1>{});
   if (kernel == 5 && stride == 2) return known(Number<5>{}, Number<2>{});
   if (kernel == 7 && stride == 1) return known(Number<7>{}, Number<1>{});
+#endif
   return known(Number<0>{}, Number<0>{});
 }
 
