@@ -2,9 +2,7 @@
 // isa: scalar avx2 avx512 avx512_bf16 amx
 #include "kernels/attention_loop.h"
 #include "kernels/attention_tiles.h"
-#include "tiles/block_avx2.h"
-#include "tiles/block_avx512.h"
-#include "tiles/block_scalar.h"
+#include "kernels/float_blocks.h"
 
 namespace xopt::XOPT_ISA {
 namespace {

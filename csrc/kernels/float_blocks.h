@@ -15,6 +15,13 @@
 namespace xopt::XOPT_ISA {
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX2
+// Not inline, or each kernel would compile it after all.
+template <class Weight>
+template <class Between>
+void FmaBlock<Weight>::run(int64_t rows, const BlockCall& call, Between& between) {
+  Rows<kRows>::run(rows, call, between);
+}
+
 XOPT_DECLARE_BLOCK(WeightF32)
 XOPT_DECLARE_BLOCK(WeightBf16)
 XOPT_DECLARE_BLOCK(WeightF16)

@@ -115,5 +115,10 @@ inline constexpr int64_t kCopyBytes = Block::kRows * Block::kStride * static_cas
     Rows<MAX>::run(rows, call, between);                                   \
   }                                                                        \
   XOPT_ROWS
+// Of blocks that are compiled once for all kernels of a level, which says what run is: kernels/float_blocks.h.
+#define XOPT_RUN_ROWS_ELSEWHERE                                           \
+  template <class Between>                                                \
+  static void run(int64_t rows, const BlockCall& call, Between& between); \
+  XOPT_ROWS
 
 }  // namespace xopt::XOPT_ISA

@@ -144,17 +144,8 @@ struct FmaBlock {
       }
     }
   }
-  // Not an inline function: it is compiled once for all kernels of a level (kernels/float_blocks.h).
-  template <class Between>
-  static void run(int64_t rows, const BlockCall& call, Between& between);
-  XOPT_ROWS
+  XOPT_RUN_ROWS_ELSEWHERE
 };
-
-template <class Weight>
-template <class Between>
-void FmaBlock<Weight>::run(int64_t rows, const BlockCall& call, Between& between) {
-  Rows<kRows>::run(rows, call, between);
-}
 
 // int8 through 16-bit products: vpmaddubsw would saturate. A product of 4 columns holds 2 partial sums of each, which are
 // added up at the end.

@@ -189,17 +189,8 @@ struct FmaBlock {
       }
     }
   }
-  // Not an inline function: it is compiled once for all kernels of a level (kernels/float_blocks.h).
-  template <class Between>
-  static void run(int64_t rows, const BlockCall& call, Between& between);
-  XOPT_ROWS
+  XOPT_RUN_ROWS_ELSEWHERE
 };
-
-template <class Weight>
-template <class Between>
-void FmaBlock<Weight>::run(int64_t rows, const BlockCall& call, Between& between) {
-  Rows<kRows>::run(rows, call, between);
-}
 
 // Products of u8 x s8 quadruples.
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_VNNI
