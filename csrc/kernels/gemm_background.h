@@ -25,33 +25,50 @@ XOPT_INLINE int64_t lines_ahead(int64_t row_blocks) {
 // All that a block on the vector ports lets happen: a call in its loop would cost it its registers.
 class Prefetches {
  public:
-  void clear() { count_ = 0; }
-  bool empty() const { return count_ == 0; }
-  void add(const Prefetch& prefetch) { streams_[count_++] = prefetch; }
+  void clear() {
+    end_ = streams_;
+    steps_of_rows_ = 0;
+  }
+  bool empty() const { return end_ == streams_; }
+  // Before those of rows.
+  void add(const Prefetch& prefetch) { *end_++ = prefetch; }
   // The part of the epilogue's `other`, or of the output, that these rows read or write from a column on, over the steps
-  // along k.
+  // along k, or the first of them.
   void add_other(const Epilogue& e, int64_t row, int64_t rows, int64_t column, int64_t k_tiles) {
     if (e.binary == Binary::none || e.other_row_stride == 0) return;
-    add_panel({e.other, e.other_dtype, 1, e.other_row_stride}, row, rows, column, k_tiles, false);
+    add_rows({e.other, e.other_dtype, 1, e.other_row_stride}, row, rows, column, k_tiles, false);
   }
   void add_output(const Epilogue& e, int64_t row, int64_t rows, int64_t column, int64_t k_tiles) {
-    add_panel({e.out, e.out_dtype, 1, e.out_row_stride}, row, rows, column, k_tiles, true);
+    add_rows({e.out, e.out_dtype, 1, e.out_row_stride}, row, rows, column, k_tiles, true);
   }
   XOPT_INLINE void step() {
-    for (int i = 0; i < count_; ++i) streams_[i].step();
+    if (empty()) return;
+    for (Prefetch* stream = streams_; stream != end_; ++stream) stream->step();
+    if (--steps_of_rows_ == 0) end_ = rows_;
   }
 
  private:
-  void add_panel(const RowsView& view, int64_t row, int64_t rows, int64_t column, int64_t k_tiles, bool for_writing) {
-    const int64_t size = dtype_size(view.dtype), stride = view.row_stride * size, at_once = ceil_div(rows, k_tiles);
+  void add_rows(const RowsView& view, int64_t row, int64_t rows, int64_t column, int64_t k_tiles, bool for_writing) {
+    if (rows == 0) return;
+    if (steps_of_rows_ == 0) rows_ = end_;
+    const int64_t size = dtype_size(view.dtype), stride = view.row_stride * size;
+    const int64_t lines = ceil_div(kPanelColumns * size, 64);
     const auto* first = static_cast<const uint8_t*>(view.data) + row * stride + column * size;
-    for (int64_t line = 0; line < kPanelColumns * size; line += 64) {
-      add({first + line, at_once * stride, stride, at_once, for_writing});
+    const int64_t at_once = ceil_div(rows, k_tiles);
+    steps_of_rows_ = ceil_div(rows, at_once);
+    if (at_once == 1) {
+      *end_++ = {first, stride, 64, lines, for_writing};
+    } else {
+      for (int64_t line = 0; line < lines; ++line) {
+        *end_++ = {first + 64 * line, at_once * stride, stride, at_once, for_writing};
+      }
     }
   }
 
   Prefetch streams_[7];  // weights twice, rows of A, and two lines of a row of floats twice
-  int count_ = 0;
+  Prefetch* end_ = streams_;
+  Prefetch* rows_ = nullptr;   // those of the epilogue's rows, which come last
+  int64_t steps_of_rows_ = 0;  // after which they have come to their end
 };
 
 // Rows to do, spread evenly over steps to come.

@@ -118,6 +118,10 @@ struct GemmPlan : RowBlocks {
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
     const int64_t step = step_of_rows<Block>(call);
     reads_in_place = rows == Rows::in_place_of_view || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));
+    if (step != 0 && reads_in_place && goes_in_one(w, step)) {
+      k_block_tiles = w.k_tiles;
+      k_blocks = 1;
+    }
     choose_chunks(w.panel_bytes);
     panel_by_panel = !Block::kBackground && w.k_tiles * Block::kTileK <= kShortSums && call.tuning.chunk_panels == 0;
     max_threads = xopt::max_threads();
@@ -166,6 +170,14 @@ struct GemmPlan : RowBlocks {
     constexpr int64_t kLong = 96, kMany = 32;
     return Block::kBackground && k_tiles > kLong && row_blocks >= kMany ? minimum<int64_t>(64, Block::kMaxTiles)
                                                                         : Block::kMaxTiles;
+  }
+
+  // Rows in place of which L1 holds more than a k block beside weights: what a block looks up and fetches is then done once
+  // (fp32 on AVX2, 128 x 768 x 768: 1.02 times as fast). Chains of sums are shorter than either.
+  bool goes_in_one(const PackedWeight& w, int64_t step) const {
+    constexpr int64_t kMostBytes = 24 << 10;
+    const int64_t bytes = bytes_of_rows(w.k_tiles);
+    return w.panel_bytes <= l2_bytes() / 4 && block_rows * bytes <= kMostBytes && stay_in_l1(block_rows, bytes, step);
   }
 
   void choose_chunks(int64_t panel_bytes) {

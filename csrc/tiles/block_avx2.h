@@ -63,6 +63,10 @@ struct FmaBlock {
     const auto* finish = static_cast<const Finish<Round>*>(call.finish);
     // One row or two: weights come from memory, in their order there, and half a panel has too few sums under way.
     constexpr int kVectors = R <= 2 ? 4 : 2;
+    if constexpr (R > 3) {
+      if (call.pieces == nullptr && call.columns > 3 * kWidth && call.k_tiles > 0)
+        return panel<R>(call, finish, between);
+    }
     for (int64_t done = 0, end; done < call.k_tiles; done = end) {
       end = chain_end<FmaBlock>(call, done);
       for (int64_t column = 0; column < call.columns; column += kVectors * kWidth) {
@@ -77,6 +81,35 @@ struct FmaBlock {
       }
     }
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
+  }
+
+  // All columns, of rows that are no pieces, which is what long products are made of. What multiply() looks up for each half
+  // of a chain is a hundred instructions more than here: beside a busy hyperthread 1 to 3% of the time.
+  template <int R, class Between>
+  static void panel(const BlockCall& call, const Finish<Round>* finish, Between& between) {
+    ARows<R> rows(call, kStride * static_cast<int64_t>(sizeof(A)));
+    const uint8_t* b = call.b;
+    for (int64_t done = 0, end; done < call.k_tiles; done = end) {
+      end = minimum(done + kChainTiles, call.k_tiles);
+      const int64_t rest = end == call.k_tiles && call.last_rows < kTileRows ? call.last_rows : 0;
+      const int64_t bytes = (end - done - (rest > 0 ? 1 : 0)) * 2 * kTileBytes;
+      const auto* last = end == call.k_tiles ? finish : nullptr;
+#pragma GCC unroll 1
+      for (int64_t half = 0; half < 2; ++half) {
+        F acc[2][R];
+        clear_sums(acc);
+        ARows<R> a = rows;
+        const uint8_t* tile = b + half * kTileBytes;
+        for (const uint8_t* stop = tile + bytes; tile != stop; tile += 2 * kTileBytes) {
+          if (half == 0) between.step();
+          multiply_tile<FmaBlock, kUnrolled>(tile, a, acc);
+        }
+        if (rest > 0) multiply_rows<FmaBlock>(rest, tile, a, acc);
+        end_chain(call, last, half * kTileColumns, done > 0 || call.accumulate, acc);
+      }
+      b += bytes;
+      rows.advance(bytes / (2 * kTileBytes) * kTileRows * kBytesOfRow<FmaBlock>);
+    }
   }
 
   template <int First, int Rest, int R, int V>
@@ -114,29 +147,40 @@ struct FmaBlock {
   static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, int64_t column, int64_t begin,
                                    int64_t end, Between& between) {
     F acc[V][R];
+    clear_sums(acc);
+    const uint8_t* b = call.b + column / kTileColumns * kTileBytes;
+    multiply_tiles<FmaBlock, kUnrolled>(call, begin, end, b, acc, [&] {
+      if (column == 0) between.step();
+    });
+    end_chain(call, end == call.k_tiles ? finish : nullptr, column, begin > 0 || call.accumulate, acc);
+  }
+
+  template <int R, int V>
+  static XOPT_INLINE void clear_sums(F (&acc)[V][R]) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
     }
-    const uint8_t* b = call.b + column / kTileColumns * kTileBytes;
-    multiply_tiles<FmaBlock, kUnrolled>(call, begin, end, b, acc, [&] {
-      if (column == 0) between.step();
-    });
+  }
+
+  // Adds the sums of the chains before, and finishes what that is, or keeps it for the next.
+  template <int R, int V>
+  static XOPT_INLINE void end_chain(const BlockCall& call, const Finish<Round>* finish, int64_t column, bool accumulate,
+                                    F (&acc)[V][R]) {
     float* sums = static_cast<float*>(call.acc) + column;
     asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
-    if (begin > 0 || call.accumulate) {
+    if (accumulate) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) acc[v][r] = add(load(sums + r * kPanelColumns + kWidth * v), acc[v][r]);
       }
     }
-    const bool finished = end == call.k_tiles && finish != nullptr;
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       const int64_t first = column + kWidth * v;
-      if (!finished) {
+      if (finish == nullptr) {
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + kWidth * v, acc[v][r]);
       } else if (V <= 2 || first < call.columns) {
