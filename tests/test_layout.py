@@ -102,11 +102,23 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2)
 
 
-TOKENS, IMAGE = (2, 10, 8), (2, 20, 6, 6)
+def as_complex(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(x.float().unflatten(2, (4, 2)))
+
+
+def through_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8).view(x.dtype)
+
+
+TOKENS, SEQUENCE, IMAGE = (2, 10, 8), (2, 8, 10), (2, 20, 6, 6)
 SHAPES: dict[str, tuple[Callable[[], Convolves], tuple[int, ...]]] = {
     "tokens to a sequence": (lambda: Convolves(nn.Conv1d(8, 4, 1), transposed, same), TOKENS),
     "a view of a sequence": (lambda: Convolves(nn.Conv1d(8, 4, 3), transposed, flattened_unless_huge), TOKENS),
     "a view of blocks": (lambda: Convolves(two_convolutions(), transposed, flattened_unless_huge), TOKENS),
+    "a view of a sequence as it was": (lambda: Convolves(nn.Conv1d(8, 4, 3), same, flattened_unless_huge), SEQUENCE),
+    "complex numbers": (lambda: Convolves(nn.Conv1d(8, 4, 3), same, as_complex), SEQUENCE),
+    "bytes": (lambda: Convolves(nn.Conv1d(8, 4, 3), same, through_bytes), SEQUENCE),
+    "bytes of an image": (lambda: Convolves(nn.Conv2d(20, 24, 3), same, through_bytes), IMAGE),
     "flattened": (lambda: Convolves(nn.Conv2d(20, 24, 3), same, lambda x: x.flatten(2)), IMAGE),
     "unflattened": (lambda: Convolves(nn.Conv2d(20, 24, 3), same, lambda x: x.unflatten(1, (4, 6))), IMAGE),
     "one of several": (lambda: Convolves(nn.Conv2d(20, 24, 3), lambda x: x[0], same), IMAGE),
@@ -130,6 +142,22 @@ def test_results_lie_as_torchs_do(name: str, dtype: torch.dtype) -> None:
             expected, got = source(x), optimized(x)
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
         assert got.is_contiguous() or got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequences_have_their_channels_last_between_convolutions(dtype: torch.dtype) -> None:
+    source = nn.Sequential(nn.Conv1d(20, 24, 3), nn.ReLU(), nn.Conv1d(24, 20, 3)).eval()
+    optimized = xopt.optimize(source, dtype=dtype)
+    strides: list[int] = []
+    optimized[2].register_forward_pre_hook(lambda module, args: strides.append(args[0].stride(1)))
+    x = torch.randn(2, 20, 30)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    with torch.no_grad():
+        for _ in range(3):
+            expected, got = source(x), optimized(x)
+            torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+            assert got.stride() == expected.stride()
+    assert set(strides) == {1}
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])

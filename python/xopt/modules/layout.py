@@ -33,7 +33,11 @@ _log = logging.getLogger("xopt")
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FEW_CHANNELS = 16  # what csrc/ops/conv_call.cpp takes from any layout
-_VIEW_ERROR = "view size is not compatible"
+_VIEW_ERRORS = (
+    "view size is not compatible",  # view
+    "must be 1 to view",  # view(dtype)
+    "must have a last dimension with stride 1",  # view_as_complex
+)
 
 
 class KeepChannelsLast(Pattern):
@@ -68,7 +72,8 @@ def image_dims(module: nn.Module) -> frozenset[int]:
 
 
 class Layout:
-    """`dims`: see `image_dims`. Sequences (3) are never laid out anew, but a convolution answers them as it likes."""
+    """`dims`: see `image_dims`. A sequence (3) is not laid out anew: torch has no name for its layout, and the first
+    convolution puts its channels side by side as it reads them."""
 
     def __init__(self, dims: frozenset[int]) -> None:
         self.given = dims
@@ -99,10 +104,10 @@ class Layout:
             changed = tuple(map(lay_out, args)), {key: lay_out(value) for key, value in kwargs.items()}
         before = None if self._was_right else _Written(module, values)
         try:
-            with inside() if self._dims else entered():
+            with inside():
                 result = forward(module, *changed)
         except RuntimeError as error:
-            if _VIEW_ERROR not in str(error):
+            if not any(words in str(error) for words in _VIEW_ERRORS):
                 raise
             if before is not None:
                 before.restore()
@@ -126,7 +131,7 @@ class Layout:
                 continue
             if value.layout != torch.strided or value.stride(1) == 1 or value.size(1) > _FEW_CHANNELS:
                 return None
-        return bool(self._dims)
+        return True
 
     def _has_channels_first(self, value: Any) -> bool:
         """Whether it is an image in another layout than convolutions compute in."""
