@@ -2,7 +2,8 @@
 
 No part of torch is patched: while such a forward runs, a `TorchFunctionMode` of this thread sees what it calls. What
 takes a function's calls stands beside the operator, and is found by its mark. A forward that was seen to call none of
-these functions runs without the mode, which costs a microsecond for each call that passes it.
+these functions runs without the mode, which costs some microseconds for each call that passes it; and so does one whose
+calls are so many for each that is substituted (a scan over time, step by step) that the mode costs more than it saves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from xopt.config import Config
 from xopt.graph.autocast import CASTS, widens
@@ -52,12 +53,32 @@ def are_plain(*tensors: Any) -> bool:
 _CASTS = frozenset(getattr(torch.Tensor, name) for name in CASTS)
 
 
-class _State(threading.local):
-    is_active = False
-    met = False
-    """Whether the forward that runs now, and is not one inside it, has called any of these functions to any purpose."""
+_MOST_PASSED = 512
+"""For each call that is substituted."""
+
+
+class _Calls:
+    """What a forward calls, and not one inside it."""
+
+    __slots__ = ("mended", "met", "passed", "used")
 
     def __init__(self) -> None:
+        self.met = self.mended = False
+        """Whether it has called a function that has a substitute, or one that torch would have refused."""
+        self.passed = self.used = 0
+        """Calls in all, and those that were substituted."""
+
+    def are_worth_it(self) -> bool:
+        return self.mended or (self.met and self.passed <= _MOST_PASSED * max(1, self.used))
+
+
+class _State(threading.local):
+    mode: _Mode | None = None
+    """The one that is active."""
+
+    def __init__(self) -> None:
+        self.calls = _Calls()
+        """Of the forward that runs now."""
         self.widened: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id: what the forward that runs now has itself made fp32 of bf16 or fp16."""
 
@@ -80,11 +101,15 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if active.recorder is not None:  # a block inside is recorded: patterns look for torch's functions
             return function(*args, **kwargs)
+        calls = _state.calls
+        calls.passed += 1
         found = _substitutes.get(function)
         if found is not None and (found.switch is None or getattr(self._config, found.switch)):
             result = found.function(*args, **kwargs)
-            _state.met |= found.switch is not None or result is not NotImplemented
+            calls.met |= found.switch is not None
             if result is not NotImplemented:
+                calls.used += 1
+                calls.mended |= found.switch is None
                 return result
         result = function(*args, **kwargs)
         if function in _CASTS and type(result) is torch.Tensor and widens(args[0].dtype, result.dtype):
@@ -93,18 +118,32 @@ class _Mode(TorchFunctionMode):
 
 
 def run_substituted(config: Config, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """What it returns, and whether it called something that there is a substitute for."""
-    outer_met, was_active = _state.met, _state.is_active
-    _state.met, _state.is_active = False, True
+    """What it returns, and whether it is worth it."""
+    outer, _state.calls = _state.calls, _Calls()
     try:
-        if was_active:
+        if _state.mode is not None:
             result = forward(*args, **kwargs)
         else:
             try:
-                with _Mode(config):
+                with _Mode(config) as _state.mode:
                     result = forward(*args, **kwargs)
             finally:
+                _state.mode = None
                 _state.widened.clear()
-        return result, _state.met
+        return result, _state.calls.are_worth_it()
     finally:
-        _state.met, _state.is_active = outer_met, was_active
+        _state.calls = outer
+
+
+def run_plainly(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What it returns, without the mode of a forward that this one is inside of."""
+    mode = _state.mode
+    if mode is None or _get_current_function_mode() is not mode:  # type: ignore[no-untyped-call]
+        return forward(*args, **kwargs)
+    widened, _state.widened = _state.widened, {}
+    _state.mode = None
+    try:
+        with _pop_mode_temporarily():
+            return forward(*args, **kwargs)
+    finally:
+        _state.mode, _state.widened = mode, widened
