@@ -35,7 +35,7 @@ from xopt.modules.gradients import is_transformed
 from xopt.modules.kept_class import as_derived
 from xopt.modules.layout import Layout, image_dims
 from xopt.modules.pattern import Pattern, fused_steps, remove_unused
-from xopt.modules.substitute import run_plainly, run_substituted
+from xopt.modules.substitute import Watch, run_plainly, run_substituted
 
 _log = logging.getLogger("xopt")
 
@@ -74,8 +74,8 @@ class Programs:
         """Whether there is a program that looks at nothing that is set up for a whole model (direct.py)."""
         self._by_signature: dict[Any, list[Program]] = {}
         self._complete: set[Any] = set()
-        self._substitutes: dict[Any, bool] = {}
-        """By the kind of call: whether substituting functions that a forward without a program calls is worth it."""
+        self._watches: dict[Any, Watch] = {}
+        """By the kind of call: what substituting functions was to a forward without a program."""
         self._failures = 0
         self._changes = 0
         self._unsettled = False
@@ -114,11 +114,14 @@ class Programs:
 
     def run_as_it_is(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Any:
         """A forward without a program, in which single functions are substituted."""
-        if not self._substitutes.get(key, True):
+        watch = self._watches.get(key, Watch.needed)
+        if watch is Watch.idle:
+            return forward(module, *args, **kwargs)
+        if watch is Watch.costly:
             return run_plainly(forward, (module, *args), kwargs)
-        result, is_worth_it = run_substituted(self.config, forward, (module, *args), kwargs)
-        if key in self._substitutes or len(self._substitutes) < _MOST_SIGNATURES:
-            self._substitutes[key] = is_worth_it
+        result, watch = run_substituted(self.config, forward, (module, *args), kwargs)
+        if key in self._watches or len(self._watches) < _MOST_SIGNATURES:
+            self._watches[key] = watch
         return result
 
     @property

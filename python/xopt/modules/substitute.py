@@ -8,6 +8,7 @@ calls are so many for each that is substituted (a scan over time, step by step) 
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from collections.abc import Callable
@@ -57,6 +58,14 @@ _MOST_PASSED = 512
 """For each call that is substituted."""
 
 
+class Watch(enum.Enum):
+    """What the mode was to a forward."""
+
+    needed = "it calls functions that have a substitute"
+    idle = "it calls none"
+    costly = "so many calls pass for each that is substituted that it runs faster without"
+
+
 class _Calls:
     """What a forward calls, and not one inside it."""
 
@@ -68,8 +77,10 @@ class _Calls:
         self.passed = self.used = 0
         """Calls in all, and those that were substituted."""
 
-    def are_worth_it(self) -> bool:
-        return self.mended or (self.met and self.passed <= _MOST_PASSED * max(1, self.used))
+    def judged(self) -> Watch:
+        if not self.mended and self.passed > _MOST_PASSED * max(1, self.used):
+            return Watch.costly
+        return Watch.needed if self.met or self.mended else Watch.idle
 
 
 class _State(threading.local):
@@ -117,8 +128,8 @@ class _Mode(TorchFunctionMode):
         return result
 
 
-def run_substituted(config: Config, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """What it returns, and whether it is worth it."""
+def run_substituted(config: Config, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Watch]:
+    """What it returns, and what the mode was to it."""
     outer, _state.calls = _state.calls, _Calls()
     try:
         if _state.mode is not None:
@@ -130,7 +141,7 @@ def run_substituted(config: Config, forward: Callable[..., Any], args: Any, kwar
             finally:
                 _state.mode = None
                 _state.widened.clear()
-        return result, _state.calls.are_worth_it()
+        return result, _state.calls.judged()
     finally:
         _state.calls = outer
 
