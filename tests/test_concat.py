@@ -16,7 +16,17 @@ from xopt.ops.fakes import COPIED
 
 ops: Any = torch.ops.xopt
 SIZES = (0, 1, 1, 2, 3, 5, 8, 33)
-LAYOUTS = ("contiguous", "contiguous", "permuted", "channels_last", "slice", "expanded", "every other")
+LAYOUTS = (
+    "contiguous",
+    "contiguous",
+    "permuted",
+    "channels_last",
+    "channels_last",
+    "some channels last",
+    "slice",
+    "expanded",
+    "every other",
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,11 @@ def laid_out(tensor: Tensor, layout: str, rng: random.Random) -> Tensor:
     if layout == "permuted":
         order = rng.sample(range(dims), dims)
         return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(dims)])
-    if layout == "channels_last" and dims in (4, 5):
-        return tensor.contiguous(memory_format=torch.channels_last if dims == 4 else torch.channels_last_3d)
+    if "last" in layout and dims in (4, 5):
+        some = layout == "some channels last"
+        image = torch.cat((tensor, tensor), 1) if some else tensor
+        image = image.contiguous(memory_format=torch.channels_last if dims == 4 else torch.channels_last_3d)
+        return image[:, : tensor.shape[1]] if some else image
     if layout == "slice":
         return torch.nn.functional.pad(tensor, (2, 3))[..., 2:-3]
     if layout == "expanded":

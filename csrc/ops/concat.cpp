@@ -1,7 +1,7 @@
 // xopt::concat: two tensors one after the other along a dimension, as torch.cat gives them.
 #include "kernels/concat.h"
 
-#include "ops/images.h"
+#include "ops/check.h"
 #include "ops/noted_call.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
@@ -19,12 +19,23 @@ struct Order {
   int64_t count;
 };
 
+// Whether torch takes an image for one whose channels are last: its strides grow in that order, with gaps or without. A
+// channel of a larger image, for which the order of its strides says nothing, is none.
+bool is_like_channels_last(const Tensor& image) {
+  const int64_t dims = image.dims();
+  if (dims < 4 || image.stride(1) == 0) return false;
+  int64_t least = 0;
+  for (int64_t i = 0; i < dims; ++i) {
+    const int64_t dim = i == 0 ? 1 : i + 1 < dims ? dims - i : 0, stride = image.stride(dim);
+    if (image.size(dim) == 0 || stride < least || (dim == 0 && least == image.stride(1))) return false;
+    least = stride * image.size(dim);
+  }
+  return true;
+}
+
 // As torch has it: images whose channels are last in memory stay so.
 Order order_of(const Tensor (&parts)[2]) {
-  bool channels_last = true;
-  for (const Tensor& part : parts) {
-    channels_last &= part.dims() > 3 && is_dense_channels_last(part) && !part.is_contiguous();
-  }
+  const bool channels_last = is_like_channels_last(parts[0]) && is_like_channels_last(parts[1]);
   Order order{{}, parts[0].dims()};
   for (int64_t i = 0; i < order.count; ++i) {
     order.dims[i] = !channels_last || i == 0 ? i : i + 1 < order.count ? i + 1 : 1;
