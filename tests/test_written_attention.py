@@ -84,6 +84,15 @@ def windows_of_an_image(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     return attended
 
 
+def windows_of_images(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """The same, where a view is left to find out how many images there are."""
+    (batch, heads, length, _), windows = q.shape, 2 if q.shape[0] % 2 == 0 else 1
+    scores = q * 0.25 @ k.transpose(-2, -1) + module.seen[0, :, :length, :length]
+    scores = scores.view(-1, windows, heads, length, length) + mask[:windows, 0].unsqueeze(1).unsqueeze(0)
+    attended: Tensor = scores.view(-1, heads, length, length).softmax(-1) @ v
+    return attended
+
+
 def one_factor_a_head(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """As in the second Swin."""
     scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
@@ -173,7 +182,7 @@ def between_softmax_and_values(module: Any, q: Tensor, k: Tensor, v: Tensor) -> 
 
 FOUND = (
     *(as_in_nano_gpt, scaled_query, divided_and_in_fp32, einsum_with_a_finite_fill, two_masks, three_dimensions),
-    *(windows_of_an_image, one_factor_a_head, five_dimensions, flat_and_seen_by_heads),
+    *(windows_of_an_image, windows_of_images, one_factor_a_head, five_dimensions, flat_and_seen_by_heads),
     *(flat_with_a_bias_in_the_product, kept_where, einsum_with_a_transposed_key),
 )
 OTHERS = (

@@ -1,5 +1,6 @@
 """Attention in windows that are shifted (Swin): an image is padded, rolled and cut into windows in one copy, and put
-together, rolled back and cut to its size in another. Torch makes one for each of these.
+together, rolled back and cut to its size in another. Torch makes one for each of these. Where an image is rolled before
+it is padded, and cut before it is rolled back, it has to be of whole windows, with nothing to pad or to cut.
 
     x.view(batch, down, height, across, width, channels).permute(0, 1, 3, 2, 4, 5)
 
@@ -31,9 +32,11 @@ from xopt.modules.pattern import (
     step,
 )
 from xopt.ops.fakes import COPIED
+from xopt.ops.views import contiguous_unless_channels_last
 
 _ROLL = (torch.roll, "roll")
 _VIEWS = ("view", "reshape", torch.reshape)
+_CONTIGUOUS = ("contiguous", contiguous_unless_channels_last)
 _BY_WINDOWS = (0, 1, 3, 2, 4, 5)
 _window_partition = torch.ops.xopt.window_partition.default
 _window_merge = torch.ops.xopt.window_merge.default
@@ -49,15 +52,7 @@ class FindWindowPartition(Pattern):
             view: Any = node.args[0] if permutation(node) == _BY_WINDOWS else None
             if _view_sizes(view, 6) is None or only_reader(view) is not node or dtype_of(view) not in COPIED:
                 continue
-            rolled = view.args[0]
-            is_rolled = _shift(rolled) is not None and only_reader(rolled) is view
-            padded, reader = (rolled.args[0], rolled) if is_rolled else (rolled, view)
-            is_padded = _padding(padded) is not None and only_reader(padded) is reader
-            if is_padded:
-                _tell_sizes(graph, padded)
-            image = padded.args[0] if is_padded else padded
-            found = {"shift": _shift(rolled)} if is_rolled else {}
-            found |= {"padding": _padding(padded)} if is_padded else {}
+            image, found = _before_windows(graph, view)
             if found and len(shape_of(image)) == 4:
                 replace(graph, node, window_partition, (image, _view_sizes(view, 6)), found)
 
@@ -68,17 +63,40 @@ class FindWindowMerge(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        for node in (*calls(graph, operator.getitem), *calls(graph, *_ROLL)):
-            image, found = node, {}
-            kept = _kept(image)
-            if kept is not None:
-                found["kept"], image = kept, image.args[0]
-            shift = _shift(image)
-            if shift is not None and (image is node or only_reader(image) is node):
-                found["shift"], image = shift, image.args[0]
+        for node in reversed(calls(graph, operator.getitem, *_ROLL)):  # the last step first
+            image, found = _behind_windows(node) if node.users else (node, {})
             windows = _merged_windows(image) if found else None
             if windows is not None:
                 replace(graph, node, window_merge, (windows, _view_sizes(image, 4)), found)
+
+
+def _before_windows(graph: Graph, view: Node) -> tuple[Any, dict[str, Any]]:
+    """The image that is padded and rolled before it is cut up, in either order, and how."""
+    image, reader, found = view.args[0], view, dict[str, Any]()
+    while isinstance(image, Node) and only_reader(image) is reader:
+        if "shift" not in found and (shift := _shift(image)) is not None:
+            found |= {"shift": shift, "padded_first": "padding" not in found}
+        elif "padding" not in found and (padding := _padding(image)) is not None:
+            found["padding"] = padding
+        else:
+            break
+        _tell_sizes(graph, image)
+        image, reader = image.args[0], image
+    return image, found
+
+
+def _behind_windows(node: Node) -> tuple[Any, dict[str, Any]]:
+    """The image that is rolled back and cut to its size, in either order, and how."""
+    image, found = node, dict[str, Any]()
+    while isinstance(image, Node) and (image is node or only_reader(image) is not None):
+        if "shift" not in found and (shift := _shift(image)) is not None:
+            found["shift"] = shift
+        elif "kept" not in found and (kept := _kept(image)) is not None:
+            found |= {"kept": kept, "rolled_first": "shift" not in found}
+        elif not found or not is_call(image, *_CONTIGUOUS):
+            break
+        image = image.args[0]
+    return image, found
 
 
 def _view_sizes(node: Any, count: int) -> tuple[Any, ...] | None:
@@ -113,14 +131,14 @@ def _padding(node: Any) -> tuple[Any, Any] | None:
     return (amounts[5], amounts[3]) if all(type(each) is int and each == 0 for each in before) else None
 
 
-def _tell_sizes(graph: Graph, padded: Node) -> None:
-    """Those who ask for sizes of the padded image get those of the image, with what is added."""
-    padding = _padding(padded) or (0, 0)
-    for user in [user for user in padded.users if is_call(user, "size")]:
+def _tell_sizes(graph: Graph, step: Node) -> None:
+    """Those who ask for sizes of the padded or rolled image get those of the image, with what is added."""
+    padding = _padding(step)
+    for user in [user for user in step.users if is_call(user, "size")]:
         dim = argument(user, 1, "dim") % 4
         with graph.inserting_before(user):
-            size = graph.call_method("size", (padded.args[0], dim))
-            if dim in (1, 2):
+            size = graph.call_method("size", (step.args[0], dim))
+            if padding is not None and dim in (1, 2):
                 size = graph.call_function(operator.add, (size, padding[dim - 1]))
         size.meta.update(user.meta)
         user.replace_all_uses_with(size)
@@ -143,7 +161,7 @@ def _merged_windows(image: Any) -> Any:
     if _view_sizes(image, 4) is None or only_reader(image) is None or dtype_of(image) not in COPIED:
         return None
     permuted = image.args[0]
-    if is_call(permuted, "contiguous") and only_reader(permuted) is image:
+    if is_call(permuted, *_CONTIGUOUS) and only_reader(permuted) is image:
         permuted = permuted.args[0]
     return permuted.args[0] if permutation(permuted) == _BY_WINDOWS else None
 
@@ -155,30 +173,44 @@ def _fit(asked: Sequence[Any], real: Sequence[int]) -> bool:
 
 @step(lambda kwargs: "+".join(["pad"] * ("padding" in kwargs) + ["roll"] * ("shift" in kwargs) + ["windows"]))
 def window_partition(
-    image: Tensor, sizes: Sequence[int], shift: Sequence[int] = (0, 0), padding: Sequence[int] = (0, 0)
+    image: Tensor,
+    sizes: Sequence[int],
+    shift: Sequence[int] = (0, 0),
+    padding: Sequence[int] = (0, 0),
+    padded_first: bool = True,
 ) -> Tensor:
     """Windows [images, down, across, height, width, channels] of an image that is padded and rolled."""
     size, window = image.shape[1:3], (sizes[2], sizes[4])
-    if image.is_cpu and all(type(each) is int and each > 0 for each in window):
+    in_order = padded_first or not any(padding)
+    if image.is_cpu and in_order and all(type(each) is int and each > 0 for each in window):
         count = [-(-length // of) for length, of in zip(size, window, strict=True)]
         padded = [of * each for of, each in zip(window, count, strict=True)]
         real = (image.shape[0], count[0], window[0], count[1], window[1], image.shape[3])
         if _fit(sizes, real) and padded == [length + more for length, more in zip(size, padding, strict=True)]:
             return _window_partition(image, window, shift)  # type: ignore[no-any-return]
-    rolled = functional.pad(image, (0, 0, 0, padding[1], 0, padding[0])).roll(tuple(shift), (1, 2))
-    return rolled.view(*sizes).permute(_BY_WINDOWS)
+    amounts = (0, 0, 0, padding[1], 0, padding[0])
+    image = functional.pad(image, amounts) if padded_first else image
+    image = image.roll(tuple(shift), (1, 2))
+    image = image if padded_first else functional.pad(image, amounts)
+    return image.view(*sizes).permute(_BY_WINDOWS)
 
 
 @step(lambda kwargs: "+".join(["windows"] + ["roll"] * ("shift" in kwargs) + ["crop"] * ("kept" in kwargs)))
 def window_merge(
-    windows: Tensor, sizes: Sequence[int], shift: Sequence[int] = (0, 0), kept: Sequence[int | None] = (None, None)
+    windows: Tensor,
+    sizes: Sequence[int],
+    shift: Sequence[int] = (0, 0),
+    kept: Sequence[int | None] = (None, None),
+    rolled_first: bool = True,
 ) -> Tensor:
     """The images that windows [images, down, across, height, width, channels] make up, rolled and cut to size."""
     images, down, across, height, width, channels = windows.shape
     whole = (down * height, across * width)
     if windows.is_cpu and _fit(sizes, (images, *whole, channels)):
         size = [most if part is None else min(part, most) for part, most in zip(kept, whole, strict=True)]
-        if min(size) >= 0:
+        if min(size) >= 0 and (rolled_first or size == [*whole]):
             return _window_merge(windows, size, shift)  # type: ignore[no-any-return]
-    rolled = windows.permute(_BY_WINDOWS).reshape(*sizes).roll(tuple(shift), (1, 2))
-    return rolled[:, : kept[0], : kept[1], :]
+    merged = windows.permute(_BY_WINDOWS).reshape(*sizes)
+    merged = merged.roll(tuple(shift), (1, 2)) if rolled_first else merged
+    merged = merged[:, : kept[0], : kept[1], :]
+    return merged if rolled_first else merged.roll(tuple(shift), (1, 2))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 from torch.nn import functional
 
+from xopt.graph.record import EXAMPLE
 from xopt.modules.attention import join_masks, put_attention
 from xopt.modules.pattern import (
     ADD,
@@ -50,7 +52,7 @@ class _Written(NamedTuple):
     """One for each head, which the query is multiplied by beforehand."""
     masks: list[tuple[str, Any, Any]]
     """From the inside to the outside: ("add", mask, its factor), ("fill", where, value), ("keep", where, value
-    elsewhere) or ("windows", mask, sizes)."""
+    elsewhere) or ("windows", mask, (images or -1, windows of each))."""
     heads: tuple[Any, ...] | None
     """Of products of [batch * heads, ...] whose scores are seen as [batch, heads, ...] by masks: both sizes."""
     flat_masks: int
@@ -257,7 +259,7 @@ def _without_windows(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
     sizes = _given_sizes(seen)
     scores = seen.args[0]
     same = shape_of(scores) == shape_of(node) and shape_of(seen)[-3:] == shape_of(node)[-3:]
-    if not same or -1 in sizes[:2]:
+    if not same or sizes[1] == -1:
         return None
     masks += [("windows", mask, tuple(sizes[:2])) for mask in found]
     return scores
@@ -307,6 +309,8 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
             tensors = [call(with_heads, tensor, *found.heads) for tensor in tensors]
         mask: Any = None
         for place, (kind, each, value) in enumerate(found.masks):
+            if kind == "windows" and value[0] == -1:
+                value = (_images_of(graph, query, value[1]), value[1])
             if place < found.flat_masks:
                 each = call(with_heads, each, *(found.heads or ()))
             added = each if (kind, value) == ("add", None) else call(as_mask, kind, each, value)
@@ -315,6 +319,15 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
         if found.heads is not None:
             result = method("flatten", result, 0, 1)
     put_in_place(graph, node, result)
+
+
+def _images_of(graph: Graph, query: Node, windows: Any) -> Node:
+    """How many images a batch of windows is."""
+    size = graph.call_method("size", (query, 0))
+    size.meta[EXAMPLE] = shape_of(query)[0]
+    images = graph.call_function(operator.floordiv, (size, windows))
+    images.meta[EXAMPLE] = size.meta[EXAMPLE] // (windows.meta[EXAMPLE] if isinstance(windows, Node) else windows)
+    return images
 
 
 def _scaled(query: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
