@@ -240,6 +240,26 @@ def test_many_row_blocks_and_long_sums(packed: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("packed", cases.FLOATS)
+def test_narrow_groups(packed: str) -> None:
+    """Several in a product: vectors of columns with channels to themselves, next to each other and up to the last."""
+    FAMILY.run_all(
+        ConvCase(
+            seed=channels, images=2, channels=channels, out_channels=channels, groups=groups, size=size, kernel=kernel,
+            stride=stride, padding=padding, packed=packed, input=packed, weight=packed, **INTEGERS,  # type: ignore[arg-type]
+        )
+        for channels in (2, 4, 8, 16)
+        for groups in (16 // channels, 32 // channels, 48 // channels, 64 // channels)
+        for size, kernel, stride, padding in (
+            ("9x14", "3x3", "1x1", "1x1x1x1"),
+            ("9x13", "3x3", "2x2", "1x1x1x1"),
+            ("11x12", "5x5", "1x1", "2x2x2x2"),
+            ("6x24", "1x1", "1x1", "0x0x0x0"),
+        )
+    )  # fmt: skip
+
+
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=150, deadline=None)
 def test_any_geometry(seed: int) -> None:

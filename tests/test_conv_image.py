@@ -32,12 +32,17 @@ def sample_geometry(rng: random.Random) -> dict[str, Any]:
         max(1, (outputs[i] - 1) * stride[i] + dilation[i] * (kernel[i] - 1) + 1 + rest[i] - sum(padding[2 * i :][:2]))
         for i in range(2)
     ]
+    channels, out_channels = rng.choice((16, 32, 32, 48, 64, 20, 3)), rng.choice((1, 5, 16, 33, 40))
+    groups = rng.choice((1, 1, 1, 2))
+    if rng.random() < 0.3:  # several in a product, which have columns to themselves
+        channels = out_channels = rng.choice((2, 4, 8, 8, 16, 16))
+        groups = rng.choice((1, 2, 2, 4, 3)) * 16 // channels
     return {
         "images": rng.choice((1, 1, 2, 3)),
         "size": joined(size),
-        "channels": rng.choice((16, 32, 32, 48, 64, 20, 3)),
-        "out_channels": rng.choice((1, 5, 16, 33, 40)),
-        "groups": rng.choice((1, 1, 1, 2)),
+        "channels": channels,
+        "out_channels": out_channels,
+        "groups": groups,
         "kernel": joined(kernel),
         "stride": joined(stride),
         "dilation": joined(dilation),

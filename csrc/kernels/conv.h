@@ -5,7 +5,7 @@
 // A convolution is a product C[m, n] = A[m, k] * W[n, k]^T with another view of A (PatchesView): m counts output
 // positions, n output channels, k positions of the kernel and within each the input channels. What follows the product
 // is as for GEMM. With several groups there is a product for each, or one for a few narrow groups that lie side by
-// side, whose weights then are zero between groups: a panel has 32 columns anyway. (An infinite or NaN input so reaches
+// side, whose weights then are zero between groups: a panel has 32 columns anyway. (An infinite or NaN input so may reach
 // the outputs of its neighbours too.) Each product's weights begin a panel of the packed weight.
 //
 // int8: one scale and one zero point for the whole input. Between the groups of a product, weights are not 0 but their
@@ -28,6 +28,7 @@ struct ConvCall {
   PackedWeight weight;      // of all of them
   Epilogue epilogue;        // likewise
   Tuning tuning = {};
+  int64_t group_columns = 0;  // of groups in a product that have as many channels as outputs: how many; else 0
 };
 
 using ConvFn = void(const ConvCall& call);

@@ -12,10 +12,22 @@
 
 namespace xopt::XOPT_ISA {
 
+// Columns that have channels to themselves, as BlockCall has it: whole vectors of narrow groups, which else would be
+// multiplied with each other's zeros.
+template <class Block>
+int64_t diagonal_of(const ConvCall& call) {
+  const int64_t columns = maximum<int64_t>(call.group_columns, kWidth);
+  const bool is_part = call.group_columns > 1 && columns < call.product_columns && kTileColumns % columns == 0 &&
+                       columns % call.group_columns == 0;
+  return is_part && call.input.channels % Block::kTileK == 0 ? columns : 0;
+}
+
 template <class Block>
 struct ImagePlan {
   explicit ImagePlan(const ConvCall& call)
-      : image(call.input, Block::kTileK), blocks(blocks_of_lines(call)), copies(!reads_image(call.input)) {
+      : image(call.input, Block::kTileK, diagonal_of<Block>(call)),
+        blocks(blocks_of_lines(call)),
+        copies(!reads_image(call.input)) {
     if (!copies) return;
     const int64_t rows = rows_of_copy(call);
     has_blocks = rows > 0;
@@ -163,7 +175,7 @@ void conv_from_image(const ConvCall& call, const ImagePlan<Block>& images) {
   EpilogueFn* epilogue = select_epilogue<Block>(first);
   const PieceTable<Block> table(images.image, plan, first.weight.k_tiles);
   each_part(call, plan, [&](const GemmCall& gemm, int64_t product, Range blocks, Range panels, int64_t weights_end) {
-    ImageRows image(product_input(call, product), Block::kTileK);
+    ImageRows image(product_input(call, product), Block::kTileK, diagonal_of<Block>(call));
     if (images.copies) image.read_copy<Block>();
     const Scratch needed(static_cast<size_t>(table.block_bytes()));
     image.use(table.pieces(needed.as<Piece>()));

@@ -115,6 +115,9 @@ struct GemmPlan : RowBlocks {
     const PackedWeight& w = call.weight;
     // Equal ones: a short last one would pay for loading and storing the partial sums like a whole one.
     k_block_tiles = even_share(w.k_tiles, most_k_block_tiles(w.k_tiles));
+    // Two tiles of floats stay together, where narrow groups of a convolution have a position of the kernel.
+    const bool are_floats = Block::kFinishes && Block::kTileK == kTileRows;
+    if (are_floats && k_block_tiles < w.k_tiles) k_block_tiles = round_up(k_block_tiles, 2);
     k_blocks = maximum<int64_t>(1, ceil_div(w.k_tiles, k_block_tiles));
     const int64_t step = step_of_rows<Block>(call);
     reads_in_place = rows == Rows::in_place_of_view || (step != 0 && stay_in_l1(block_rows, row_bytes(), step));

@@ -19,6 +19,8 @@ struct ConvLayout {
   int64_t products() const { return groups / merged; }
   int64_t product_columns() const { return depthwise ? out : merged * group_out(); }
   int64_t product_channels() const { return depthwise ? out : merged * group_in; }
+  // Output channels of each of several groups in a product, if they have as many input channels; else 0.
+  int64_t group_columns() const { return !depthwise && merged > 1 && group_in == group_out() ? group_in : 0; }
   int64_t padded_columns() const { return round_up(product_columns(), kPanelColumns); }
   // Of the packed matrix.
   int64_t rows() const { return depthwise ? out : (products() - 1) * padded_columns() + product_columns(); }

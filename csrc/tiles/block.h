@@ -99,6 +99,9 @@ struct BlockCall {
   // two lines in turns, it is the first two, and the last.
   uint8_t outside = 0;
   bool in_two_lines = false;
+  // Columns that have a part of the values along k to themselves, as many of each piece's as they are: narrow groups of a
+  // convolution. Pieces are then those of the first columns. 0: all columns take all values.
+  int64_t diagonal = 0;
 };
 inline constexpr int kRowsOfPointer = 2, kMostPointers = 7;
 

@@ -69,8 +69,9 @@ struct FmaBlock {
     }
     for (int64_t done = 0, end; done < call.k_tiles; done = end) {
       end = chain_end<FmaBlock>(call, done);
-      for (int64_t column = 0; column < call.columns; column += kVectors * kWidth) {
-        const int64_t rest = call.columns - column;
+      const int64_t most = call.diagonal != 0 ? call.diagonal : kVectors * kWidth;
+      for (int64_t column = 0; column < call.columns; column += most) {
+        const int64_t rest = minimum(most, call.columns - column);
         if (rest > kVectors / 2 * kWidth) {
           multiply<R, kVectors>(call, finish, column, done, end, between);
         } else if (kVectors > 2 && rest > kWidth) {
@@ -142,15 +143,14 @@ struct FmaBlock {
     }
   }
 
-  // V vectors of columns from `column` on, where a half of the panel begins, over the tiles [begin, end) along k.
+  // V vectors of columns from `column` on, over the tiles [begin, end) along k.
   template <int R, int V, class Between>
   static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, int64_t column, int64_t begin,
                                    int64_t end, Between& between) {
     F acc[V][R];
     clear_sums(acc);
-    const uint8_t* b = call.b + column / kTileColumns * kTileBytes;
-    multiply_tiles<FmaBlock, kUnrolled>(call, begin, end, b, acc, [&] {
-      if (column == 0) between.step();
+    multiply_tiles<FmaBlock, kUnrolled>(call, begin, end, column, acc, [&] {
+      if (column == 0 || call.diagonal != 0) between.step();
     });
     end_chain(call, end == call.k_tiles ? finish : nullptr, column, begin > 0 || call.accumulate, acc);
   }

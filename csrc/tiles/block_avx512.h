@@ -128,17 +128,20 @@ struct FmaBlock {
   template <int R, class Between>
   static void block(const BlockCall& call, Between& between) {
     const auto* finish = static_cast<const Finish<Round>*>(call.finish);
-    if (call.columns <= kTileColumns) {
-      multiply<R, 1>(call, finish, between);
+    if (call.columns <= kTileColumns || call.diagonal != 0) {
+      for (int64_t column = 0; column < call.columns; column += kTileColumns) {
+        multiply<R, 1>(call, finish, column, between);
+      }
     } else {
-      multiply<R, 2>(call, finish, between);
+      multiply<R, 2>(call, finish, 0, between);
     }
     if (call.k_tiles == 0 && !call.accumulate) __builtin_memset(call.acc, 0, R * kPanelColumns * sizeof(float));
   }
 
-  // The first V tiles of the panel's columns.
+  // V tiles of the panel's columns.
   template <int R, int V, class Between>
-  static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, Between& between) {
+  static XOPT_INLINE void multiply(const BlockCall& call, const Finish<Round>* finish, int64_t column,
+                                   Between& between) {
     for (int64_t begin = 0, end; begin < call.k_tiles; begin = end) {
       end = chain_end<FmaBlock>(call, begin);
       F acc[V][R];
@@ -147,8 +150,8 @@ struct FmaBlock {
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) acc[v][r] = set1(0.0F);
       }
-      multiply_tiles<FmaBlock, kUnrolled>(call, begin, end, call.b, acc, [&] { between.step(); });
-      float* sums = static_cast<float*>(call.acc);
+      multiply_tiles<FmaBlock, kUnrolled>(call, begin, end, column, acc, [&] { between.step(); });
+      float* sums = static_cast<float*>(call.acc) + column;
       asm("" : "+r"(sums));  // GCC would keep each row's address on the stack
       if (begin > 0 || call.accumulate) {
 #pragma GCC unroll 2
@@ -161,7 +164,7 @@ struct FmaBlock {
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
         if (finished) {
-          finish_rows(*finish, kWidth * v, acc[v]);
+          finish_rows(*finish, column + kWidth * v, acc[v]);
         } else {
 #pragma GCC unroll 14
           for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + kWidth * v, acc[v][r]);

@@ -64,9 +64,16 @@ XOPT_INLINE void multiply_tile(const uint8_t* b, Rows& a, F (&acc)[V][R]) {
     a.advance(Unrolled * kBytesOfRow<Block>);
   }
 }
-// Of a tile's first rows.
+// Of a tile's first rows. Blocks of one vector of columns have many of these: narrow groups of a convolution.
 template <class Block, class Rows, int V, int R>
 XOPT_INLINE void multiply_rows(int64_t rows, const uint8_t* b, Rows& a, F (&acc)[V][R]) {
+  if constexpr (V == 1) {
+    for (; rows >= 4; rows -= 4, b += 256) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) Block::template multiply_k<0, 0>(b + 64 * i, a, i, acc);
+      a.advance(4 * kBytesOfRow<Block>);
+    }
+  }
   for (int64_t j = 0; j < rows; ++j, b += 64) {
     Block::template multiply_k<0, 0>(b, a, 0, acc);
     a.advance(kBytesOfRow<Block>);
@@ -111,12 +118,17 @@ XOPT_INLINE int64_t chain_end(const BlockCall& call, int64_t begin) {
   return minimum(begin + 1, call.k_tiles);
 }
 
-// Adds the products of the tiles [begin, end) along k, or of the pieces; `b` is the panel's first tile, or the one beside
-// it. step() is called before each tile.
+// Adds the products of the tiles [begin, end) along k, or of the pieces, for some columns of the panel. step() is called
+// before each tile.
 template <class Block, int Unrolled, int V, int R, class Step>
-XOPT_INLINE void multiply_tiles(const BlockCall& call, int64_t begin, int64_t end, const uint8_t* b, F (&acc)[V][R],
+XOPT_INLINE void multiply_tiles(const BlockCall& call, int64_t begin, int64_t end, int64_t column, F (&acc)[V][R],
                                 const Step& step) {
   typename Block::template ARows<R> a(call, Block::kStride * static_cast<int64_t>(sizeof(typename Block::A)));
+  const uint8_t* b = call.b + column / kTileColumns * kTileBytes + column % kTileColumns * 4;
+  if (call.diagonal != 0) {
+    b += column / Block::kTileK * 2 * kTileBytes + column % Block::kTileK / (Block::kTileK / kTileRows) * 64;
+    a.advance(column * static_cast<int64_t>(sizeof(typename Block::A)));
+  }
   int64_t tiles = end - begin, rows = 0;
   const Piece *piece = nullptr, *last = nullptr;
   const uint8_t* tile = b + begin * 2 * kTileBytes;

@@ -19,9 +19,13 @@ class ImageRows {
  public:
   static constexpr bool kInPlace = true;
 
-  // For blocks with tiles of `tile_k` values. It reads the image itself until it is told to copy.
-  ImageRows(const PatchesView& view, int64_t tile_k)
-      : view_(view), data_(static_cast<const uint8_t*>(view.data)), element_(dtype_size(view.dtype)) {
+  // For blocks with tiles of `tile_k` values. `diagonal`: as in BlockCall. It reads the image itself until it is told to
+  // copy.
+  ImageRows(const PatchesView& view, int64_t tile_k, int64_t diagonal)
+      : view_(view),
+        diagonal_(diagonal),
+        data_(static_cast<const uint8_t*>(view.data)),
+        element_(dtype_size(view.dtype)) {
     for (int d = 0; d < 3; ++d) {
       span_[d] = (view.kernel[d] - 1) * view.dilation[d] + 1;
       extent_[d] = (view.out[d] - 1) * view.stride[d] + span_[d];
@@ -29,8 +33,8 @@ class ImageRows {
     steps_ = {view.image_stride, view.in_stride[0], view.in_stride[1], view.in_stride[2], 0};
     steps_.origin = -(view.padding[0] * steps_.plane + view.padding[1] * steps_.line + view.padding[2] * steps_.pixel);
     // A run is what a line of the kernel meets, or a position of it.
-    whole_tiles_ = view.channels % tile_k == 0;
-    positions_ = view.dilation[2] == 1 && !whole_tiles_ ? view.kernel[2] : 1;
+    whole_tiles_ = (diagonal > 0 ? diagonal : view.channels) % tile_k == 0;
+    positions_ = view.dilation[2] == 1 && !whole_tiles_ && diagonal == 0 ? view.kernel[2] : 1;
   }
 
   // Whether blocks whose rows are within a line of outputs read nothing outside of the image.
@@ -79,6 +83,7 @@ class ImageRows {
   // The pieces of a k block, which begins with the tile `first`; returns how many.
   template <class Block>
   int64_t make_pieces(int64_t first, int64_t tiles, Piece* pieces) const {
+    if (diagonal_ > 0) return make_diagonal_pieces<Block>(first, tiles, pieces);
     constexpr int64_t kGroup = Block::kTileK / kTileRows, kChain = Block::kChainTiles * Block::kTileK;
     const int64_t all = runs() * run_elements(), end = minimum(all, (first + tiles) * Block::kTileK);
     int64_t count = 0, chain = 0;  // elements of it
@@ -93,14 +98,8 @@ class ImageRows {
       const int64_t a = run_offset(k / run_elements()) + k % run_elements();
       const int64_t b = (k / Block::kTileK - first) * 2 * kTileBytes + in_tile / kGroup * 64;
       chain = (chain + length) % kChain;
-      Piece& piece = pieces[count++];
-      piece.a = static_cast<int32_t>(a * static_cast<int64_t>(sizeof(typename Block::A)));
-      piece.b = static_cast<int32_t>(b);
-      piece.tiles = static_cast<uint8_t>(whole);
-      piece.rows = static_cast<uint8_t>(rest);
-      piece.line = static_cast<int32_t>(k / (view_.kernel[2] * view_.channels) % view_.kernel[1]);
-      piece.ends_chain = chain == 0 ? 1 : 0;
-      piece.outside = whole_tiles_ ? rows_outside(k / view_.channels % view_.kernel[2]) : 0;
+      pieces[count] = piece_at<Block>(k / view_.channels, a, b, whole, rest);
+      pieces[count++].ends_chain = chain == 0 ? 1 : 0;
       k += length;
     }
     return count;
@@ -121,6 +120,7 @@ class ImageRows {
     block->k_tiles = pieces_.counts[k_block];
     block->outside = outside_;
     block->in_two_lines = in_two_lines_;
+    block->diagonal = diagonal_;
     if (lines_inside_.count() == view_.kernel[1]) return;
     int64_t count = 0;
     for (int64_t i = 0; i < block->k_tiles; ++i) {
@@ -222,6 +222,35 @@ class ImageRows {
     const int64_t end = minimum(v.kernel[1], v.in[1] + v.padding[1] - first.height * v.stride[1]);
     lines_inside_ = {begin, maximum(begin, end)};
   }
+  // One for each position of the kernel whose first tile is in the k block: of the first columns' values there.
+  template <class Block>
+  int64_t make_diagonal_pieces(int64_t first, int64_t tiles, Piece* pieces) const {
+    constexpr int64_t kGroup = Block::kTileK / kTileRows, kChain = Block::kChainTiles * Block::kTileK;
+    const int64_t of_position = view_.channels / Block::kTileK, begin = ceil_div(first, of_position);
+    const int64_t end = minimum(runs(), ceil_div(first + tiles, of_position));
+    int64_t count = 0;
+    for (int64_t position = begin; position < end; ++position) {
+      const int64_t b = (position * of_position - first) * 2 * kTileBytes;
+      const int64_t rows = diagonal_ % Block::kTileK / kGroup;
+      pieces[count] = piece_at<Block>(position, run_offset(position), b, diagonal_ / Block::kTileK, rows);
+      // Where it ends with the zeros between, for the same sums: `channels` is 16 or 32.
+      pieces[count++].ends_chain = (position + 1 - begin) * view_.channels % kChain == 0 ? 1 : 0;
+    }
+    if (count == 0) pieces[count++] = Piece{};
+    return count;
+  }
+  // At a position of the kernel, `a` elements from where rows begin and `b` bytes from where the weights do.
+  template <class Block>
+  Piece piece_at(int64_t position, int64_t a, int64_t b, int64_t tiles, int64_t rows) const {
+    Piece piece{};
+    piece.a = static_cast<int32_t>(a * static_cast<int64_t>(sizeof(typename Block::A)));
+    piece.b = static_cast<int32_t>(b);
+    piece.tiles = static_cast<uint8_t>(tiles);
+    piece.rows = static_cast<uint8_t>(rows);
+    piece.line = static_cast<int32_t>(position / view_.kernel[2] % view_.kernel[1]);
+    piece.outside = whole_tiles_ ? rows_outside(position % view_.kernel[2]) : 0;
+    return piece;
+  }
   // In elements, from where a row begins.
   int64_t run_offset(int64_t run) const {
     const PatchesView& v = view_;
@@ -273,6 +302,7 @@ class ImageRows {
   }
 
   PatchesView view_;
+  int64_t diagonal_;
   int64_t span_[3];    // of the kernel
   int64_t extent_[3];  // of an image with its zeros, as far as it is read
   bool whole_tiles_;   // is each position of the kernel
