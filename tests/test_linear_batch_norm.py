@@ -63,6 +63,49 @@ def test_sees_new_statistics() -> None:
         torch.testing.assert_close(optimized(x), source(x))
 
 
+class Tokens(nn.Module):
+    """As LeViT has it: a norm that sees the tokens of all images as rows."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.linear, self.written = nn.Linear(20, 70, bias=False), written
+        norm: Any = nn.BatchNorm1d(70)
+        nn.init.normal_(norm.running_mean)
+        nn.init.uniform_(norm.running_var, 0.2, 2.0)
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.linear(x)
+        if self.written == "reshape_as":
+            rows = self.norm(tokens.flatten(0, 1)).reshape_as(tokens)
+        elif self.written == "view":
+            rows = self.norm(tokens.view(-1, 70)).view(x.shape[0], x.shape[1], 70)
+        elif self.written == "other rows":
+            rows = self.norm(tokens.transpose(0, 1).reshape(-1, 70)).view(x.shape[1], x.shape[0], 70)
+        else:  # two readers
+            rows = self.norm(tokens.flatten(0, 1)).view_as(tokens) + tokens
+        return nn.functional.hardswish(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("written", ["reshape_as", "view", "other rows", "read twice"])
+def test_tokens_as_rows(written: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    source = Tokens(written).eval()
+    optimized = xopt.optimize(source, dtype=dtype, sample_input=torch.randn(2, 9, 20))
+    exact, theirs = copy.deepcopy(source).double(), copy.deepcopy(source).to(dtype)
+    with torch.no_grad():
+        for x in (torch.randn(2, 9, 20), torch.randn(3, 5, 20)):
+            expected = exact(x.double())
+            assert optimized(x).shape == expected.shape
+            assert relative_error(optimized(x), expected) <= 1.1 * relative_error(theirs(x.to(dtype)), expected) + 1e-6
+    x = torch.randn(2, 9, 20, requires_grad=True)
+    (input_gradient,) = torch.autograd.grad(optimized(x).sum(), x)
+    torch.testing.assert_close(input_gradient, torch.autograd.grad(source(x).sum(), x)[0], rtol=0.05, atol=0.05)
+    fused = [step for fusion in xopt.report(optimized).fusions for step in fusion.fused]
+    assert ("linear+batch_norm+hardswish" in fused) == (written in ("reshape_as", "view"))
+
+
 def test_three_dimensions_and_the_switch() -> None:
     """BatchNorm1d takes the middle dimension of three for the channels, which is not the linear layer's last."""
     torch.manual_seed(0)

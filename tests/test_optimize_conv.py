@@ -142,6 +142,23 @@ class SamePadded(nn.Module):
         return functional.relu(self.norm(self.conv(x)))
 
 
+class MixedFeedForward(nn.Module):
+    """As PVT and SegFormer have it: a convolution sees tokens as an image, the activation behind it tokens again."""
+
+    def __init__(self, written_out: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.image, self.written_out = nn.Conv2d(48, 48, 3, 1, 1, groups=48), written_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        tokens = self.first(x.flatten(2).transpose(1, 2))
+        image = self.image(tokens.transpose(1, 2).view(batch, -1, height, width))
+        tokens = image.flatten(2).transpose(1, 2)
+        tokens = tokens * torch.sigmoid(tokens) if self.written_out else functional.gelu(tokens)
+        return self.second(tokens).transpose(1, 2).reshape(batch, channels, height, width)  # type: ignore[no-any-return]
+
+
 def many(block: Callable[[], nn.Module], count: int = 3) -> list[nn.Module]:
     return [block() for _ in range(count)]
 
@@ -158,6 +175,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "in torch's layout": (lambda: nn.Sequential(InTorchsLayout(), nn.Conv2d(32, 8, 1)), (2, 3, 12, 11)),
     "causal": (lambda: nn.Sequential(Causal(2, 24, 3), nn.ReLU(), Causal(24, 40, 4, dilation=2)), (2, 2, 70)),
     "volumes": (Volumes, (1, 2, 5, 9, 11)),
+    "mixed": (
+        lambda: nn.Sequential(nn.Conv2d(3, 24, 4, 4), *many(MixedFeedForward), nn.AvgPool2d(3), nn.Flatten()),
+        (2, 3, 36, 28),
+    ),
     "more than a program": (lambda: Classifier(*many(Residual, 12)), (6, 3, 37, 40)),
 }  # fmt: skip
 
@@ -219,6 +240,12 @@ def test_what_is_fused() -> None:
     assert isinstance(model[0], Causal)
     assert fused_in(copy.deepcopy(model)) == []
     assert fused_in(model) == ["conv+relu"]
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_an_activation_behind_views(written_out: bool) -> None:
+    model = xopt.optimize(MixedFeedForward(written_out).eval(), sample_input=torch.randn(1, 24, 7, 6))
+    assert ("conv+silu" if written_out else "conv+gelu_erf") in fused_in(model)
 
 
 def test_report_counts_convolutions() -> None:

@@ -86,7 +86,7 @@ def windows_of_an_image(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tens
 
 def windows_of_images(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """The same, where a view is left to find out how many images there are."""
-    (batch, heads, length, _), windows = q.shape, 2 if q.shape[0] % 2 == 0 else 1
+    (_, heads, length, _), windows = q.shape, 2 if q.shape[0] % 2 == 0 else 1
     scores = q * 0.25 @ k.transpose(-2, -1) + module.seen[0, :, :length, :length]
     scores = scores.view(-1, windows, heads, length, length) + mask[:windows, 0].unsqueeze(1).unsqueeze(0)
     attended: Tensor = scores.view(-1, heads, length, length).softmax(-1) @ v

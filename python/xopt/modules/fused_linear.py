@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch.fx import Graph, Node
 from torch.nn import functional
 
@@ -18,13 +19,18 @@ from xopt.modules.pattern import (
     Pattern,
     calls,
     dtype_of,
+    is_call,
+    only_reader,
     only_user,
     orders,
     replace,
+    seen_in_views,
     shape_of,
     used_only_for,
 )
 from xopt.ops.fakes import FLOATING
+
+_FLAT = ("flatten", "view", "reshape", torch.flatten, torch.reshape)
 
 
 class LinearBatchNorm(Pattern):
@@ -33,8 +39,9 @@ class LinearBatchNorm(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        # Of two dimensions: with three, BatchNorm1d takes the middle one for the channels.
-        fuse_batch_norm(graph, linear, lambda source: len(shape_of(source)) == 2)
+        # Of two dimensions: with three, BatchNorm1d takes the middle one for the channels. LeViT has it see its tokens,
+        # whatever images they are of, as rows.
+        fuse_batch_norm(graph, linear, lambda source: len(shape_of(source)) == 2, _of_rows)
 
 
 class LinearActivation(Pattern):
@@ -55,31 +62,55 @@ class LinearBinary(Pattern):
         fuse_binary(graph, linear)
 
 
-def fuse_batch_norm(graph: Graph, target: Any, fits: Callable[[Node], bool] = lambda source: True) -> None:
+def fuse_batch_norm(
+    graph: Graph,
+    target: Any,
+    fits: Callable[[Node], bool] = lambda source: True,
+    seen: Callable[[Node], Any] = lambda source: source,
+) -> None:
+    """`seen`: the product that a norm's input is a view of, with the channels where the norm has them."""
     for node in calls(graph, functional.batch_norm):
         source: Any = node.args[0]
-        if not is_open(source, target) or source.kwargs.keys() & {"norm", "other"} or only_user(source) is not node:
+        product: Any = seen(source)
+        if not is_open(product, target) or product.kwargs.keys() & {"norm", "other"}:
             continue
-        norm = norm_of(node)
-        if norm is not None and fits(source):
-            layer: Any = source.args[0]
+        norm, reader = norm_of(node), only_user if source is product else only_reader
+        if norm is not None and fits(source) and reader(source) is node:
+            layer: Any = product.args[0]
             forget_folded(layer.meta[EXAMPLE])
-            replace(graph, node, target, source.args, source.kwargs | norm | {"out_dtype": dtype_of(node)})
+            _put_behind(graph, node, source, product, norm)
+
+
+def _of_rows(source: Node) -> Any:
+    """The product, if its rows are put in a row, which changes nothing about its columns."""
+    product = seen_in_views(source)
+    flat = source.args[0] if is_call(source, *_FLAT) else source
+    return product if flat is product and shape_of(product)[-1:] == shape_of(source)[-1:] else source
+
+
+def _put_behind(graph: Graph, node: Node, source: Node, product: Node, after: dict[str, Any]) -> None:
+    """The product with what follows it, in place of `node`, which does it to `source`: the product, or a view of it."""
+    kwargs = product.kwargs | after | {"out_dtype": dtype_of(node)}
+    if source is product:
+        replace(graph, node, product.target, product.args, kwargs)
+        return
+    replace(graph, product, product.target, product.args, kwargs)
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
 
 
 def fuse_activations(graph: Graph, target: Any) -> None:
-    """Into the steps of a product, which is what `target` computes."""
+    """Into the steps of a product, which is what `target` computes. One may follow a view of the product."""
     for node in list(graph.nodes):
         found = activation_of(node)
-        if found is None or not is_open(found[0], target) or dtype_of(node) != dtype_of(found[0]):
+        product: Any = None if found is None else seen_in_views(found[0])
+        if found is None or not is_open(product, target) or dtype_of(node) != dtype_of(product):
             continue
         source, activation = found
         if not used_only_for(source, node):
             continue
-        kwargs = source.kwargs | activation | {"out_dtype": dtype_of(node)}
-        if "other" in source.kwargs:
-            kwargs["activation_last"] = True
-        replace(graph, node, target, source.args, kwargs)
+        last = {"activation_last": True} if "other" in product.kwargs else {}
+        _put_behind(graph, node, source, product, activation | last)
 
 
 def fuse_binary(graph: Graph, target: Any) -> None:

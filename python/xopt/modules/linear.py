@@ -210,7 +210,10 @@ def linear(
     place = place_of(weight_of(module))
     bias: torch.Tensor | None = module._parameters["bias"]
     if place is None or (other is not None and not is_output_like(other, input, module.out_features)):
-        return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
+        result = module.product(input)
+        if norm is not None and norm[0] is not None:  # torch's BatchNorm has channels in the second dimension
+            result, norm = finished(result.movedim(-1, 1), norm=norm, eps=eps).movedim(1, -1), None
+        return finished(result, norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return _product(module, place, input, bias, told(after, input, out_dtype, scale=scale, other=other))
 

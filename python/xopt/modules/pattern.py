@@ -18,6 +18,7 @@ from xopt.graph.late import EFFECT
 from xopt.graph.record import EXAMPLE
 from xopt.graph.steps import Described, expect
 from xopt.ops.fakes import FLOATING
+from xopt.ops.views import contiguous_unless_channels_last
 
 
 class Pattern:
@@ -205,6 +206,18 @@ MATMUL = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__
 
 
 VIEWS = ("reshape", "view", "transpose", "permute", "unflatten", "unsqueeze", "contiguous")
+_ONLY_VIEWS = (
+    *(*VIEWS, "flatten", contiguous_unless_channels_last),
+    *(torch.reshape, torch.transpose, torch.permute, torch.flatten, torch.unsqueeze),
+)
+
+
+def seen_in_views(node: Any) -> Any:
+    """What a node is a view of, be it through several, if nobody else reads it: what is done to each value alone may
+    as well be done to it, before."""
+    while is_call(node, *_ONLY_VIEWS) and isinstance(node.args[0], Node) and only_reader(node.args[0]) is node:
+        node = node.args[0]
+    return node
 
 
 def operands(node: Any, targets: tuple[Any, ...]) -> tuple[Any, Any] | None:

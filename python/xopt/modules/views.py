@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from xopt.graph.record import EXAMPLE
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
-from xopt.modules.pattern import argument, is_told_size, shape_of
+from xopt.modules.pattern import Pattern, argument, calls, is_told_size, put_in_place, shape_of
 from xopt.ops.chain import SizeOf
 from xopt.ops.views import contiguous_unless_channels_last
 
@@ -52,6 +53,26 @@ def _unflattens_last(node: Node) -> bool:
 
 def _listed(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return given[0] if len(given) == 1 and type(given[0]) is tuple else given
+
+
+class ViewAsAnother(Pattern):
+    """`x.reshape_as(other)` as a view of sizes, which a chain knows; `other` then has a reader less."""
+
+    stage: ClassVar[int] = 0
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, "reshape_as", "view_as"):
+            if len(node.args) != 2 or node.kwargs:
+                continue
+            image, other = node.args
+            with graph.inserting_before(node):
+                sizes = []
+                for dim, size in enumerate(shape_of(other)):
+                    sizes.append(graph.call_method("size", (other, dim)))
+                    sizes[-1].meta[EXAMPLE] = size
+                put_in_place(graph, node, graph.call_method("reshape", (image, tuple(sizes))))
 
 
 @_view("reshape", "view", torch.reshape, where=_has_sizes)

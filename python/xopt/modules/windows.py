@@ -72,7 +72,8 @@ class FindWindowMerge(Pattern):
 
 def _before_windows(graph: Graph, view: Node) -> tuple[Any, dict[str, Any]]:
     """The image that is padded and rolled before it is cut up, in either order, and how."""
-    image, reader, found = view.args[0], view, dict[str, Any]()
+    image: Any = view.args[0]
+    reader, found = view, dict[str, Any]()
     while isinstance(image, Node) and only_reader(image) is reader:
         if "shift" not in found and (shift := _shift(image)) is not None:
             found |= {"shift": shift, "padded_first": "padding" not in found}
@@ -87,7 +88,8 @@ def _before_windows(graph: Graph, view: Node) -> tuple[Any, dict[str, Any]]:
 
 def _behind_windows(node: Node) -> tuple[Any, dict[str, Any]]:
     """The image that is rolled back and cut to its size, in either order, and how."""
-    image, found = node, dict[str, Any]()
+    image: Any = node
+    found = dict[str, Any]()
     while isinstance(image, Node) and (image is node or only_reader(image) is not None):
         if "shift" not in found and (shift := _shift(image)) is not None:
             found["shift"] = shift
