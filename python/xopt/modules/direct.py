@@ -23,6 +23,7 @@ from xopt.graph.signature import signature
 from xopt.graph.steps import MAKES_RESULT, OtherSizes, expect
 from xopt.modules import channels_last
 from xopt.modules.chain import Chain, natively
+from xopt.modules.computed_once import ComputedOnce
 from xopt.modules.containers import map_tensors
 from xopt.modules.flow import Flow
 from xopt.modules.layout import Layout, contiguous
@@ -46,6 +47,8 @@ def is_direct(graph: Graph) -> bool:
 def _is_plain(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output") or node.target is expect or EFFECT in node.meta:
         return True
+    if isinstance(node.target, ComputedOnce):
+        return is_direct(node.target.graph)
     is_chain = isinstance(getattr(node.target, "__self__", None), Chain)
     return is_chain or MAKES_RESULT in node.meta or name_of(node.target) in _PLAIN
 

@@ -1,0 +1,162 @@
+"""What a forward computes from its parameters alone is computed once, and again when one of them has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import xopt
+from xopt.modules.computed_once import ComputedOnce
+
+
+class Biased(nn.Module):
+    """Adds biases of relative positions, looked up in a table, as Swin's attention does."""
+
+    index: Tensor
+
+    def __init__(self, length: int = 6, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, length)
+        self.table = nn.Parameter(torch.randn(2 * length - 1, 2))
+        places = torch.arange(length)
+        self.register_buffer("index", places[:, None] - places[None, :] + length - 1)
+
+    def bias(self) -> Tensor:
+        length = len(self.index)
+        return self.table[self.index.view(-1)].view(length, length, -1).permute(2, 0, 1).contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).unsqueeze(1) + self.bias().unsqueeze(0)  # type: ignore[no-any-return]
+
+
+class ReturnsIt(Biased):
+    def forward(self, x: Tensor) -> Any:
+        bias = self.bias()
+        return self.second(self.first(x).relu()).unsqueeze(1) + bias, bias.unsqueeze(0)
+
+
+class OfTheInput(Biased):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table[self.index[: x.shape[1]].view(-1)].view(x.shape[1], len(self.index), -1)
+        return self.second(self.first(x).relu()).unsqueeze(1) + rows.permute(2, 0, 1)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts how often something is computed."""
+    count = [0]
+    make = ComputedOnce.__init__
+
+    def counted(self: Any, *args: Any) -> None:
+        make(self, *args)
+        function = self._function
+
+        def compute(*sources: Any) -> Tensor:
+            count[0] += 1
+            return function(*sources)  # type: ignore[no-any-return]
+
+        self._function = compute
+
+    monkeypatch.setattr(ComputedOnce, "__init__", counted)
+    return count
+
+
+X = torch.randn(3, 6, 64)
+
+
+def optimized(source: nn.Module, **options: Any) -> Any:
+    return xopt.optimize(source.eval(), sample_input=X, **options)
+
+
+@torch.no_grad()
+def test_once(computed: list[int]) -> None:
+    source = Biased()
+    model = optimized(source)
+    for _ in range(3):
+        torch.testing.assert_close(model(X), source(X))
+    assert computed == [1]
+
+
+def written(model: Any) -> None:
+    model.table.mul_(2.0)
+
+
+def by_data(model: Any) -> None:
+    model.table.data = model.table.detach() + 1.0
+
+
+def loaded(model: Any) -> None:
+    values = {name: value + 1 for name, value in model.state_dict().items() if value.is_floating_point()}
+    model.load_state_dict(values, strict=False)
+
+
+def another(model: Any) -> None:
+    model.table = nn.Parameter(torch.ones(11, 2))
+
+
+def index_written(model: Any) -> None:
+    model.index.sub_(model.index.clone().clamp(max=2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [written, by_data, loaded, another, index_written])
+def test_again_when_something_has_changed(change: Callable[[Any], None], computed: list[int]) -> None:
+    source = Biased()
+    model = optimized(source)
+    model(X)
+    for each in (source, model):
+        change(each)
+    for _ in range(2):
+        torch.testing.assert_close(model(X), source(X))
+    assert 2 <= computed[0] <= 4  # another parameter is another program
+
+
+def test_each_time_from_what_nobody_counts_changes_of() -> None:
+    with torch.inference_mode():
+        source = Biased()
+        model = optimized(source)
+        for _ in range(2):
+            torch.testing.assert_close(model(X), source(X))
+            for each in (source, model):
+                each.table.add_(1.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [ReturnsIt, OfTheInput])
+def test_not_what_leaves_the_forward_nor_what_depends_on_it(kind: type[Biased], computed: list[int]) -> None:
+    source = kind()
+    model = optimized(source)
+    for x in (X, X[:, :6], X):
+        torch.testing.assert_close(model(x), source(x))
+    assert computed == [0]
+
+
+@torch.no_grad()
+def test_no_more_than_a_part_of_the_weights(computed: list[int]) -> None:
+    source = Biased(length=90)
+    model = xopt.optimize(source.eval(), sample_input=torch.randn(1, 90, 64))
+    x = torch.randn(2, 90, 64)
+    torch.testing.assert_close(model(x), source(x))
+    assert computed == [0]
+
+
+@torch.no_grad()
+def test_the_switch(computed: list[int]) -> None:
+    optimized(Biased(), config=xopt.Config(weights_prepack=False))(X)
+    assert computed == [0]
+
+
+def test_gradients_of_inputs_and_of_the_table() -> None:
+    source = Biased()
+    model = optimized(source)
+    with torch.no_grad():
+        model(X)
+    x = X.clone().requires_grad_()
+    for each in (source, model):
+        (gradient,) = torch.autograd.grad(each(x).square().sum(), x)
+        torch.testing.assert_close(gradient, torch.autograd.grad(source(x).square().sum(), x)[0])
