@@ -40,6 +40,13 @@ class ReturnsIt(Biased):
         return self.second(self.first(x).relu()).unsqueeze(1) + bias, bias.unsqueeze(0)
 
 
+class OfALayer(Biased):
+    """Of a weight that is packed."""
+
+    def bias(self) -> Tensor:
+        return self.second.weight.abs().sum(1)
+
+
 class OfTheInput(Biased):
     def forward(self, x: Tensor) -> Tensor:
         rows = self.table[self.index[: x.shape[1]].view(-1)].view(x.shape[1], len(self.index), -1)
@@ -114,6 +121,17 @@ def test_again_when_something_has_changed(change: Callable[[Any], None], compute
     for _ in range(2):
         torch.testing.assert_close(model(X), source(X))
     assert 2 <= computed[0] <= 4  # another parameter is another program
+
+
+@torch.no_grad()
+def test_each_time_from_packed_weights(computed: list[int]) -> None:
+    source: Any = OfALayer()
+    model = optimized(source)
+    for factor in (1.0, 2.0, 3.0):
+        source.second.weight.mul_(factor)
+        model.load_state_dict(source.state_dict())
+        torch.testing.assert_close(model(X), source(X))
+    assert computed == [0]
 
 
 def test_each_time_from_what_nobody_counts_changes_of() -> None:

@@ -20,12 +20,13 @@ from xopt.graph.fresh import is_fresh
 from xopt.graph.late import EFFECT
 from xopt.graph.program import generate
 from xopt.graph.record import EXAMPLE
-from xopt.graph.steps import Described
+from xopt.graph.signature import TENSORS
+from xopt.graph.steps import KIND, Described
 from xopt.modules.counted_parameter import asking_quickly, count_changes
 from xopt.modules.pattern import Pattern, is_call, is_cast, put_in_place, readers, seen_in_views
 
 _ENLARGING = ("expand", "expand_as", "broadcast_to", torch.broadcast_to)
-_LEAST_PART = 50  # of a program's weights is how much may be kept
+_PARTS = 50  # of a program's weights, of which one may be kept
 
 
 class ComputeOnce(Pattern):
@@ -34,7 +35,7 @@ class ComputeOnce(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        room = sum(map(_bytes_of, graph.find_nodes(op="get_attr"))) // _LEAST_PART
+        room = sum(map(_bytes_of, graph.find_nodes(op="get_attr"))) // _PARTS
         of_weights = _of_weights(graph)
         for node in list(of_weights):
             is_last = any(reader not in of_weights for reader in readers(node))
@@ -45,13 +46,15 @@ class ComputeOnce(Pattern):
 
 
 def _of_weights(graph: Graph) -> dict[Node, None]:
-    """The tensors that parameters and buffers are, or that are made of these alone."""
+    """The tensors that parameters and buffers are, or that are made of these alone. Not of packed ones: nobody counts
+    what is written to those."""
     found: dict[Node, None] = {}
     for node in graph.nodes:
         if not isinstance(node.meta.get(EXAMPLE), Described) or EFFECT in node.meta:
             continue
         sources = node.all_input_nodes
-        if node.op == "get_attr" or (sources and all(source in found for source in sources)):
+        is_stored = node.op == "get_attr" and node.meta.get(KIND) in TENSORS
+        if is_stored or (sources and all(source in found for source in sources)):
             found[node] = None
     return found
 
