@@ -17,9 +17,9 @@ namespace xopt::XOPT_ISA {
 template <class Block>
 int64_t diagonal_of(const ConvCall& call) {
   const int64_t columns = maximum<int64_t>(call.group_columns, kWidth);
-  const bool is_part = call.group_columns > 1 && columns < call.product_columns && kTileColumns % columns == 0 &&
-                       columns % call.group_columns == 0;
-  return is_part && call.input.channels % Block::kTileK == 0 ? columns : 0;
+  const bool is_part = call.group_columns > 1 && kTileColumns % columns == 0 && columns % call.group_columns == 0;
+  // Of a whole panel: a block goes through all columns, and behind fewer channels nothing may follow.
+  return is_part && call.input.channels == kPanelColumns ? columns : 0;
 }
 
 template <class Block>

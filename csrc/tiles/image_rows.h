@@ -233,7 +233,7 @@ class ImageRows {
       const int64_t b = (position * of_position - first) * 2 * kTileBytes;
       const int64_t rows = diagonal_ % Block::kTileK / kGroup;
       pieces[count] = piece_at<Block>(position, run_offset(position), b, diagonal_ / Block::kTileK, rows);
-      // Where it ends with the zeros between, for the same sums: `channels` is 16 or 32.
+      // Where it ends with the zeros between, for the same sums: `channels` is 32.
       pieces[count++].ends_chain = (position + 1 - begin) * view_.channels % kChain == 0 ? 1 : 0;
     }
     if (count == 0) pieces[count++] = Piece{};
