@@ -267,6 +267,17 @@ def concat_calls(caller: Caller, first: int, second: int, columns: int, dtype: t
     caller.call(f"concat {where}", lambda one, other: torch.ops.xopt.concat(one, other, 1), *parts)
 
 
+def batch_norm_calls(caller: Caller, rows: int, columns: int, dtype: torch.dtype) -> None:
+    vectors = torch.randn(columns), torch.rand(columns), torch.randn(columns).to(dtype), torch.randn(columns)
+    x, other = torch.randn(2, rows, columns).to(dtype)
+
+    def batch_norm(x: Tensor, other: Tensor, *vectors: Tensor) -> Tensor:
+        result = torch.ops.xopt.batch_norm(x, *vectors, activation="relu", binary="add", other=other)
+        return torch.as_tensor(result)
+
+    caller.call(f"batch_norm {rows}x{columns} {dtype}", batch_norm, x, other, *vectors)
+
+
 def combine_calls(caller: Caller, first: int, second: int, columns: int, dtype: torch.dtype) -> None:
     where = f"{first}x{second}x{columns} {dtype}"
     whole, factor = torch.randn(first, second, columns).to(dtype), torch.randn(first, 1, columns).to(dtype)
@@ -326,6 +337,7 @@ def main(mode: str) -> None:
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             concat_calls(caller, m, n, k, dtype)
             combine_calls(caller, m, n, k, dtype)
+            batch_norm_calls(caller, m, n, dtype)
             recurrent_calls(caller, m, n, k, dtype)
             norm_calls(caller, m, n, dtype, FLOATS[index % 3])
     for index, (channels, out, size) in enumerate(

@@ -107,6 +107,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "conv, depthwise": lambda: conv(8, F32),
     "conv, depthwise bf16": lambda: conv(8, torch.bfloat16),
     "conv_transpose": conv_transpose,
+    "batch_norm": lambda: ops.batch_norm(
+        image(2, 8, 4, 4), torch.randn(8), torch.rand(8), activation="relu", binary="add", other=image(2, 8, 4, 4)
+    ),
     "group_norm": lambda: ops.group_norm(image(2, 8, 4, 4), 4, torch.randn(8), torch.randn(8), activation="silu"),
     "layer_norm": lambda: ops.layer_norm(
         torch.randn(5, 64), torch.randn(64), torch.randn(64), residual=torch.randn(5, 64)

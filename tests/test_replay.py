@@ -34,7 +34,7 @@ CHAINABLE = (
     "concat",
     "combine",
 )
-IMAGES = ("conv", "pool", "adaptive_pool", "group_norm")
+IMAGES = ("conv", "pool", "adaptive_pool", "batch_norm", "group_norm")
 RUNS = 4
 
 

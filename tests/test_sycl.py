@@ -51,7 +51,7 @@ def run_family(name: str, count: int = CASES, dtype: str | None = None) -> None:
 
 
 LINEAR = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
-IMAGES = ("conv", "group_norm", "pool", "adaptive_pool", "upsample")
+IMAGES = ("conv", "batch_norm", "group_norm", "pool", "adaptive_pool", "upsample")
 
 
 @pytest.mark.parametrize("name", [*LINEAR, *IMAGES, "norm", "softmax", "rotary", "concat", "combine", "attention"])

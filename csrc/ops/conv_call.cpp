@@ -20,18 +20,6 @@ Kernel<ConvFn> conv_depthwise_s8s8("conv_depthwise", "s8s8");
 Kernel<ConvFn> conv_depthwise_u8s8("conv_depthwise", "u8s8");
 Kernel<PoolFn> pool_f32("pool", "f32");
 
-// Images and spatial dimensions as the rows of a matrix.
-bool collapse_positions(const Tensor& tensor, RowsView* view) {
-  int64_t sizes[4], strides[4];
-  const int64_t count = tensor.dims() - 1;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t dim = i == 0 ? 0 : i + 1;
-    sizes[i] = tensor.size(dim);
-    strides[i] = tensor.stride(dim);
-  }
-  return collapse_rows(sizes, strides, count, view);
-}
-
 bool is_product(const PatchesView& view, const ConvLayout& layout) {
   bool plain = layout.groups == 1 && !layout.depthwise && layout.positions() == 1;
   for (int i = 0; i < 3; ++i) plain = plain && view.stride[i] == 1 && view.in[i] == view.out[i] && view.padding[i] == 0;
@@ -69,6 +57,17 @@ bool takes_any_layout(const ConvCall& call, const ConvLayout& layout) {
 }
 
 }  // namespace
+
+bool collapse_positions(const Tensor& image, RowsView* view) {
+  int64_t sizes[4], strides[4];
+  const int64_t count = image.dims() - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t dim = i == 0 ? 0 : i + 1;
+    sizes[i] = image.size(dim);
+    strides[i] = image.stride(dim);
+  }
+  return collapse_rows(sizes, strides, count, view);
+}
 
 void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups,
                       std::initializer_list<DType> dtypes) {

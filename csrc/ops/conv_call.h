@@ -8,6 +8,9 @@
 
 namespace xopt::ops {
 
+// Images and spatial dimensions as the rows of a matrix; false where that takes more than two levels.
+bool collapse_positions(const Tensor& image, RowsView* view);
+
 // Of `dims` spatial dimensions, and with the channels of all groups.
 void check_conv_input(const char* op, const Tensor& input, int64_t dims, int64_t group_in, int64_t groups,
                       std::initializer_list<DType> dtypes = kFloating);

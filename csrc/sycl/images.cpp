@@ -1,4 +1,5 @@
-// Kernels "group_norm", "pool" and "upsample" on a device. See their headers in kernels/ and sources in device/.
+// Kernels "batch_norm", "group_norm", "pool" and "upsample" on a device. See their headers in kernels/ and sources in device/.
+#include "kernels/batch_norm.h"
 #include "kernels/conv.h"
 #include "kernels/group_norm.h"
 #include "kernels/pool.h"
@@ -20,6 +21,17 @@ void group_norm(const GroupNormCall& call) {
 }
 
 XOPT_REGISTER_SYCL_KERNEL(group_norm, f32, group_norm);
+
+void batch_norm(const BatchNormCall& call) {
+  Stream& stream = Stream::current();
+  sycl::kernel& kernel = stream.kernel("batch_norm", "", [&] { return lane_options(stream.lanes()); });
+  const int64_t items = call.rows * call.channels;
+  const auto rounded = static_cast<size_t>(round_up(items, kItemsOfAGroup));
+  stream.launch(kernel, {{1, 1, rounded}, {1, 1, static_cast<size_t>(kItemsOfAGroup)}}, call, items);
+  stream.finish();
+}
+
+XOPT_REGISTER_SYCL_KERNEL(batch_norm, f32, batch_norm);
 
 // A work-item to each channel of each output position.
 sycl::nd_range<3> channel_range(const PatchesView& view, int64_t images) {

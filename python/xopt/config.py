@@ -90,7 +90,8 @@ class Config:
     fuse_gated_linear: bool = True
     """act(gate(x)) * up(x) becomes one product."""
     fuse_norm: bool = True
-    """LayerNorm and RMSNorm, also written out, run on xopt's kernels, with the addition before them."""
+    """LayerNorm and RMSNorm, also written out, run on xopt's kernels, with the addition before them; so do GroupNorm,
+    and BatchNorm that no product takes along, with what follows them."""
     fuse_attention: bool = True
     """Scaled dot product attention runs on xopt's kernel."""
     multiply_activations: bool = True

@@ -22,7 +22,7 @@ to_xpu = xpu_stand_in.to_xpu
 ops = torch.ops.xopt
 
 PRODUCTS = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
-FAMILIES = (*PRODUCTS, "conv", "group_norm", "pool", "adaptive_pool", "upsample")
+FAMILIES = (*PRODUCTS, "conv", "batch_norm", "group_norm", "pool", "adaptive_pool", "upsample")
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "norm", "softmax", "rotary", "concat", "combine", "attention"])

@@ -23,6 +23,7 @@ _PANEL_COLUMNS = 32
 _LINE_BYTES = 64
 _CODED_TERMS = 32  # of which groups of a weight-only product are multiples
 _USUAL_GROUPS = (32, 64, 128)
+_VARIANCES = ("variance", "running_var")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -52,7 +53,8 @@ def is_tensor(value: Any) -> bool:
 
 def _value(name: str, value: Any, generator: torch.Generator, rows: int) -> Any:
     if is_tensor(value):
-        return _tensor(value, generator, _bounds(name, dtype_of(value["dtype"]), rows))
+        made = _tensor(value, generator, _bounds(name, dtype_of(value["dtype"]), rows))
+        return made.abs() if name in _VARIANCES else made
     if isinstance(value, dict) and "memory_format" in value:
         return getattr(torch, value["memory_format"])
     if isinstance(value, dict):

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from xopt.bench.errors import UnavailableError
 from xopt.bench.replay_contender import Contender
 from xopt.bench.replay_operands import Named
+from xopt.modules.product import finished
 
 Tensor = torch.Tensor
 
@@ -57,6 +58,13 @@ def _group_norm(named: Named) -> Tensor:
     if activation not in _ACTIVATIONS:
         raise UnavailableError(f"the bench has no {activation} of torch's")
     return _ACTIVATIONS[activation](normed)
+
+
+def _batch_norm(named: Named) -> Tensor:
+    values = named["input"]
+    norm = tuple([_like(named.get(name), values) for name in ("mean", "variance", "weight", "bias")])
+    after = {name: named[name] for name in _AFTER if name in named}
+    return finished(values, norm=norm, eps=named.get("eps", 1e-5), **after)
 
 
 def _like(values: Tensor | None, other: Tensor) -> Tensor | None:
@@ -117,6 +125,7 @@ def _window_merge(named: Named) -> Tensor:
     return rolled[:, : named["size"][0], : named["size"][1]].contiguous()
 
 
+_AFTER = ("activation", "alpha", "beta", "binary", "other", "activation_last", "out_dtype")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
     "silu": F.silu,
@@ -135,6 +144,7 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "upsample": _upsample,
     "concat": _concat,
     "combine": _combine,
+    "batch_norm": _batch_norm,
     "window_partition": _window_partition,
     "window_merge": _window_merge,
 }

@@ -378,6 +378,6 @@ def _fits(settled: Settled, values: Sequence[Tensor]) -> bool:
             return False
         if value.stride(1) != 1 and not (channels_last.is_inside() if any_layout is None else any_layout):
             return False
-        if dims == 3 and channels_last.answers_as_torch():
+        if value.dim() == 3 and channels_last.answers_as_torch():
             return False
     return settled.fitting is None or settled.fitting.holds(tuple([value.shape for value in values]))
