@@ -263,8 +263,8 @@ def window_calls(caller: Caller, channels: int, size: int, dtype: torch.dtype) -
 
 def concat_calls(caller: Caller, first: int, second: int, columns: int, dtype: torch.dtype) -> None:
     where = f"{first}+{second}x{columns} {dtype}"
-    parts = [torch.randn(2, rows, columns).to(dtype) for rows in (first, second)]
-    caller.call(f"concat {where}", lambda one, other: torch.ops.xopt.concat(one, other, 1), *parts)
+    parts = [torch.randn(2, rows, columns).to(dtype) for rows in (first, second, first)]
+    caller.call(f"concat {where}", lambda *parts: torch.ops.xopt.concat(parts, 1), *parts)
 
 
 def batch_norm_calls(caller: Caller, rows: int, columns: int, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import xopt
 from tests.families import Family, expect_equal, kernel_calls
+from tests.test_chain_programs import watch_chains
 from xopt.ops.fakes import COPIED
 
 ops: Any = torch.ops.xopt
@@ -34,7 +35,7 @@ class ConcatCase:
     seed: int = 0
     sizes: str = "2"
     dim: int = 0
-    other: int = 1
+    others: str = "1"  # sizes of the other parts along the dimension; empty: there are none
     dtype: str = "float32"
     layout: str = "contiguous"
     other_layout: str = "contiguous"
@@ -46,7 +47,7 @@ def sample(rng: random.Random) -> ConcatCase:
         seed=rng.randrange(1_000_000),
         sizes="x".join(str(rng.choice(SIZES)) for _ in range(dims)),
         dim=rng.randrange(-dims, dims),
-        other=rng.choice((0, 1, 2, 9)),
+        others="x".join(str(rng.choice((0, 1, 2, 9))) for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 7)))),
         dtype=str(rng.choice(COPIED)).removeprefix("torch."),
         layout=rng.choice(LAYOUTS),
         other_layout=rng.choice(LAYOUTS),
@@ -74,14 +75,14 @@ def check(case: ConcatCase) -> None:
     torch.manual_seed(case.seed)
     rng = random.Random(case.seed)
     sizes = [int(size) for size in case.sizes.split("x")]
-    parts = []
-    for size, layout in ((sizes[case.dim], case.layout), (case.other, case.other_layout)):
+    parts, others = [], [int(size) for size in case.others.split("x") if size]
+    for size, layout in ((sizes[case.dim], case.layout), *((size, case.other_layout) for size in others)):
         sizes[case.dim] = size
         values = torch.randint(-100, 100, sizes).to(getattr(torch, case.dtype))
         parts.append(laid_out(values, layout, rng))
-    got, expected = ops.concat(*parts, case.dim), torch.cat(parts, case.dim)
+    got, expected = ops.concat(parts, case.dim), torch.cat(parts, case.dim)
     expect_equal("the result", got, expected)
-    if all(part.numel() for part in parts) and min(parts[0].shape) > 1 and case.other > 1:
+    if all(part.numel() for part in parts) and min(parts[0].shape) > 1 and min(others, default=2) > 1:
         assert got.stride() == expected.stride()
 
 
@@ -95,10 +96,10 @@ def test_cases(case_batch: list[ConcatCase]) -> None:
 @pytest.mark.sanitize
 def test_tails() -> None:
     FAMILY.run_all(
-        ConcatCase(seed=size, sizes=f"{size}x3x{size}", dim=dim, other=other, dtype=dtype, layout=layout)
+        ConcatCase(seed=size, sizes=f"{size}x3x{size}", dim=dim, others=others, dtype=dtype, layout=layout)
         for size in (1, 2, 7, 33)
         for dim in range(3)
-        for other in (1, 8)
+        for others in ("1", "8", "3x1x5")
         for dtype in ("int8", "bfloat16", "float32")
         for layout in ("contiguous", "permuted", "slice")
     )
@@ -110,7 +111,7 @@ def test_long_runs_on_threads(torch_threads: None) -> None:
     expected = torch.cat((cache, new), -2)
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        assert torch.equal(ops.concat(cache, new, -2), expected)
+        assert torch.equal(ops.concat([cache, new], -2), expected)
 
 
 # ---- Blocks ----------------------------------------------------------------------------------------------------------
@@ -145,13 +146,40 @@ class Across(nn.Module):
         return self.last(torch.cat([kept, self.second(kept).relu()], 1))  # type: ignore[no-any-return]
 
 
+class Dense(nn.Module):
+    """Each convolution reads what all before it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(nn.Conv2d(3 if n == 0 else 8 * n, 8, 3, padding=1) for n in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [self.convs[0](x)]
+        for conv in list(self.convs)[1:]:
+            features.append(conv(torch.cat(features, 1)).relu())
+        return torch.cat(features, 1)
+
+
+class Branches(nn.Module):
+    """More of them than one call of the operator joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs, self.last = nn.ModuleList(nn.Conv2d(3, 8, 1) for _ in range(17)), nn.Conv2d(8 * 17, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([conv(x) for conv in self.convs], dim=1)).relu()  # type: ignore[no-any-return]
+
+
 def copies() -> int:
     return sum(calls for name, calls in kernel_calls().items() if name.startswith("concat "))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [Tokens, Across])
-def test_in_a_chain(make: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("make", "calls"), [(Tokens, 1), (Across, 1), (Dense, 4), (Branches, 3)])
+def test_in_a_chain(make: Any, calls: int, dtype: torch.dtype) -> None:
     source = make().eval()
     optimized = xopt.optimize(source, dtype=dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
@@ -160,7 +188,18 @@ def test_in_a_chain(make: Any, dtype: torch.dtype) -> None:
             x = torch.randn(batch, 3, 16, 16)
             before = copies()
             torch.testing.assert_close(optimized(x), source(x), atol=tolerance, rtol=tolerance)
-            assert copies() == before + 1
+            assert copies() == before + calls
+
+
+def test_what_was_joined_before_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To each feature but the first two, what came before is one part."""
+    optimized = xopt.optimize(Dense().eval(), dtype=torch.float32)
+    texts: list[str] = []
+    watch_chains(monkeypatch, texts.append)
+    with torch.no_grad():
+        optimized(torch.randn(1, 3, 16, 16))
+    joined = [line for line in "\n".join(texts).split("\n") if line.startswith("concat ")]
+    assert [line.count("$") for line in joined] == [1, 2, 2, 2]
 
 
 def test_a_wider_part_has_the_other_written_so() -> None:

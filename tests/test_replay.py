@@ -81,7 +81,7 @@ class Program:
                     return tensors[argument.place]
                 if isinstance(argument, Result):
                     return results[argument.number][argument.part]
-                return argument
+                return [value(each) for each in argument] if type(argument) is tuple else argument
 
             values = [value(argument) for argument in arguments]
             count = len(values) - len(names)
@@ -128,6 +128,8 @@ def alone(op: str, call: Call) -> Program:
     program = Program([])
 
     def given(value: Any) -> Any:
+        if isinstance(value, list) and isinstance(value[0], Tensor):
+            return tuple(map(given, value))
         if not isinstance(value, Tensor):
             return value
         program.tensors.append(value)
@@ -139,7 +141,8 @@ def alone(op: str, call: Call) -> Program:
 
 def is_read_in_place(call: Call) -> bool:
     """Whether nothing of a sample is empty, or has to be copied before a kernel can read it."""
-    tensors = [each for each in (*call[0], *call[1].values()) if isinstance(each, Tensor)]
+    lists = [each if isinstance(each, list) else [each] for each in (*call[0], *call[1].values())]
+    tensors = [each for items in lists for each in items if isinstance(each, Tensor)]
     channels_last = [each.movedim(1, -1) if each.dim() > 2 else each for each in tensors]
     pairs = zip(tensors, channels_last, strict=True)
     return all(each.numel() > 0 and (each.is_contiguous() or last.is_contiguous()) for each, last in pairs)
@@ -304,7 +307,7 @@ class Growing:
             heads = [program.add("reshape", Result(part), [1, 1, self.HEADS, -1]) for part in parts]
             query, *new = (Result(program.add("transpose", Result(each), 1, 2)) for each in heads)
             pair = self.caches[2 * layer : 2 * layer + 2]
-            longer = [Result(program.add("concat", old, each, -2)) for old, each in zip(pair, new, strict=True)]
+            longer = [Result(program.add("concat", (old, each), -2)) for old, each in zip(pair, new, strict=True)]
             attended = program.add("attention", query, *longer, None, None, True, 0, 0, True)
             flat = program.add("flatten", Result(attended), 2, -1)
             normed = program.add("layer_norm", Result(flat), None, None, eps, hidden, True, torch.float32)

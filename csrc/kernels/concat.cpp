@@ -39,10 +39,10 @@ void copy(const CopiedRuns& part, void* to, int64_t thread, int64_t count) {
 
 void concat(const ConcatCall& call) {
   int64_t bytes = 0;
-  for (const CopiedRuns& part : call.parts) bytes += runs_of(part) * part.run_bytes;
+  for (int i = 0; i < call.count; ++i) bytes += runs_of(call.parts[i]) * call.parts[i].run_bytes;
   const int64_t threads = minimum<int64_t>(max_threads(), bytes / kBytesOfAThread + 1);
   parallel(static_cast<int>(threads), [&](int thread, int count) {
-    for (const CopiedRuns& part : call.parts) copy(part, call.to, thread, count);
+    for (int i = 0; i < call.count; ++i) copy(call.parts[i], call.to, thread, count);
   });
 }
 

@@ -1,4 +1,4 @@
-// Two tensors one after the other along a dimension: the contract of the kernel "concat" (dtype f32, as every kernel that
+// Tensors one after the other along a dimension: the contract of the kernel "concat" (dtype f32, as every kernel that
 // serves all dtypes; it copies bytes).
 #pragma once
 
@@ -17,8 +17,11 @@ struct CopiedRuns {
 };
 
 struct ConcatCall {
+  static constexpr int kMostParts = 8;
+
   void* to;
-  CopiedRuns parts[2];
+  int count;
+  CopiedRuns parts[kMostParts];
   int64_t unit;  // bytes of an element, of which runs are made
 };
 

@@ -175,6 +175,7 @@ class Integers {
 class Tensors {
  public:
   explicit Tensors(StableListHandle list);
+  explicit Tensors(std::vector<Tensor> tensors) : tensors_(std::move(tensors)) {}
   ~Tensors();
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;
@@ -241,7 +242,7 @@ class Stack {
     return Tensor(pop<std::optional<AtenTensorHandle>>().value_or(nullptr));
   }
   Integers integers() { return prepared_ != nullptr ? prepared_integers() : Integers(pop<StableListHandle>()); }
-  Tensors tensors() { return Tensors(pop<StableListHandle>()); }  // prepared calls have none
+  Tensors tensors() { return prepared_ != nullptr ? prepared_tensors() : Tensors(pop<StableListHandle>()); }
   String string() { return prepared_ != nullptr ? String(&prepared(Kind::word).word) : String(pop<StringHandle>()); }
   int64_t integer() { return prepared_ != nullptr ? prepared(Kind::integer).integer : pop<int64_t>(); }
   double number() { return prepared_ != nullptr ? prepared(Kind::number).number : pop<double>(); }
@@ -268,6 +269,7 @@ class Stack {
   const PreparedArgument& prepared(Kind expected);  // the next one
   bool is_none();                                   // whether the next one is, and then it is taken
   Tensor prepared_tensor();
+  Tensors prepared_tensors();
   Tensor as_argument(Tensor tensor) const;  // the one taken last
   const Tensor& prepared_tensor(bool is_result, size_t place, std::string_view word) const;
   Integers prepared_integers();

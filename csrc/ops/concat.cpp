@@ -1,5 +1,8 @@
-// xopt::concat: two tensors one after the other along a dimension, as torch.cat gives them.
+// xopt::concat: tensors one after the other along a dimension, as torch.cat gives them.
 #include "kernels/concat.h"
+
+#include <algorithm>
+#include <iterator>
 
 #include "ops/check.h"
 #include "ops/noted_call.h"
@@ -10,7 +13,10 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "concat";
-constexpr const char* kNames[] = {"first", "second"};
+constexpr int64_t kMostParts = ConcatCall::kMostParts;
+constexpr const char* kNames[] = {"tensors[0]", "tensors[1]", "tensors[2]", "tensors[3]",
+                                  "tensors[4]", "tensors[5]", "tensors[6]", "tensors[7]"};
+static_assert(std::size(kNames) == kMostParts);
 constexpr int64_t kMostDims = Integers::kMost;
 
 // The result's dimensions from the outermost in memory to the innermost.
@@ -34,8 +40,9 @@ bool is_like_channels_last(const Tensor& image) {
 }
 
 // As torch has it: images whose channels are last in memory stay so.
-Order order_of(const Tensor (&parts)[2]) {
-  const bool channels_last = is_like_channels_last(parts[0]) && is_like_channels_last(parts[1]);
+Order order_of(const Tensors& parts) {
+  bool channels_last = true;
+  for (int64_t i = 0; i < parts.size(); ++i) channels_last = channels_last && is_like_channels_last(parts[i]);
   Order order{{}, parts[0].dims()};
   for (int64_t i = 0; i < order.count; ++i) {
     order.dims[i] = !channels_last || i == 0 ? i : i + 1 < order.count ? i + 1 : 1;
@@ -72,18 +79,21 @@ bool set_runs(const Tensor& part, const Order& order, const Tensor& out, int64_t
   return true;
 }
 
-DType check_parts(const Tensor (&parts)[2], int64_t dim) {
-  check_no_gradient({{kOp, kNames[0], parts[0]}, {kOp, kNames[1], parts[1]}});
-  const Checked first{kOp, kNames[0], parts[0]}, second{kOp, kNames[1], parts[1]};
-  first.in_place();
-  second.in_place();
-  const DType dtype = first.dtype(kEveryDType);
-  second.dtype({dtype});
-  bool alike = parts[1].dims() == parts[0].dims();
-  for (int64_t i = 0; alike && i < parts[0].dims(); ++i) alike = i == dim || parts[1].size(i) == parts[0].size(i);
-  if (!alike) {
-    second.fail("expected the shape of first, ", parts[0].shape_text(), ", but along dimension ", dim, ", got ",
-                parts[1].shape_text());
+DType check_parts(const Tensors& parts, int64_t dim) {
+  const Tensor& first = parts[0];
+  DType dtype = DType::f32;
+  for (int64_t i = 0; i < parts.size(); ++i) {
+    const Tensor& part = parts[i];
+    const Checked checked{kOp, kNames[i], part};
+    check_no_gradient({checked});
+    checked.in_place();
+    dtype = i == 0 ? checked.dtype(kEveryDType) : checked.dtype({dtype});
+    bool alike = part.dims() == first.dims();
+    for (int64_t j = 0; alike && j < first.dims(); ++j) alike = j == dim || part.size(j) == first.size(j);
+    if (!alike) {
+      checked.fail("expected the shape of tensors[0], ", first.shape_text(), ", but along dimension ", dim, ", got ",
+                   part.shape_text());
+    }
   }
   return dtype;
 }
@@ -93,26 +103,39 @@ void run(const ConcatCall& call) {
   kernel(call);
 }
 
+struct ConcatArguments {
+  explicit ConcatArguments(Stack stack) : tensors(stack.tensors()), dim(stack.integer()) {}
+
+  Tensors tensors;
+  int64_t dim;
+};
+
 Tensor concat(Stack stack) {
-  Tensor parts[] = {stack.tensor(), stack.tensor()};
-  const int64_t given = stack.integer(), dims = parts[0].dims();
+  ConcatArguments arguments{stack};
+  Tensors& parts = arguments.tensors;
+  if (parts.size() < 1 || parts.size() > kMostParts) {
+    fail(kOp, "tensors", "expected 1 to ", kMostParts, " tensors, got ", parts.size());
+  }
+  const int64_t dims = parts[0].dims();
   if (dims < 1 || dims > kMostDims) {
     fail(kOp, kNames[0], "expected 1 to ", kMostDims, " dimensions, got shape ", parts[0].shape_text());
   }
-  const int64_t dim = dim_of(kOp, "dim", given, dims);
+  const int64_t dim = dim_of(kOp, "dim", arguments.dim, dims);
   const DType dtype = check_parts(parts, dim);
 
   const Order order = order_of(parts);
   int64_t sizes[kMostDims];
-  for (int64_t i = 0; i < dims; ++i) sizes[i] = parts[0].size(i) + (i == dim ? parts[1].size(i) : 0);
+  std::copy_n(parts[0].sizes(), dims, sizes);
+  for (int64_t i = 1; i < parts.size(); ++i) sizes[dim] += parts[i].size(dim);
   Tensor out = Tensor::empty_in_order(sizes, dims, dtype, order.dims);
   if (out.numel() == 0) return out;
 
   ConcatCall call{};
   call.to = out.mutable_data();
   call.unit = dtype_size(dtype);
+  call.count = static_cast<int>(parts.size());
   int64_t before = 0;
-  for (int i = 0; i < 2; ++i) {
+  for (int64_t i = 0; i < parts.size(); ++i) {
     if (!set_runs(parts[i], order, out, call.unit, &call.parts[i])) {
       parts[i] = parts[i].contiguous_copy();
       set_runs(parts[i], order, out, call.unit, &call.parts[i]);
@@ -122,7 +145,7 @@ Tensor concat(Stack stack) {
   }
   run(call);
   if (NotedCall* noted = note_call(&run, call)) {
-    for (int i = 0; i < 2; ++i) noted->reads(call.parts[i].from, parts[i]);
+    for (int64_t i = 0; i < parts.size(); ++i) noted->reads(call.parts[i].from, parts[i]);
     noted->writes(call.to, 0);
   }
   return out;
@@ -132,9 +155,9 @@ const ChainableOp chainable(kOp, &concat);
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) { library.def("concat(Tensor first, Tensor second, int dim) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) { library.def("concat(Tensor[] tensors, int dim) -> Tensor"); }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("concat", &boxed<concat>); }
-STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("concat", &on_xpu<boxed<concat>>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("concat", &on_xpu<boxed<concat>, First::list>); }
 
 }  // namespace xopt::ops

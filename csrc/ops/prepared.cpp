@@ -175,6 +175,25 @@ PreparedArgument read_argument(std::string_view token, const std::vector<Prepare
   return argument;
 }
 
+// (%2,$0), as the number of tensors and then each.
+void read_tensors(std::string_view token, const std::vector<PreparedCall>& calls,
+                  std::vector<PreparedArgument>* arguments) {
+  std::string_view items = token.substr(1);
+  bool good = items.size() > 1 && items.back() == ')';
+  if (good) items.remove_suffix(1);
+  const size_t number = arguments->size();
+  arguments->emplace_back();
+  while (good && !items.empty()) {
+    const std::string_view item = take(&items, ',');
+    good = is_tensor(item);
+    if (good) arguments->push_back(read_argument(item, calls));
+  }
+  if (!good) fail_calls("expected a list of tensors, as in (%0,$1), got ", token);
+  (*arguments)[number].kind = PreparedArgument::Kind::integer;
+  (*arguments)[number].word = token;
+  (*arguments)[number].integer = static_cast<int64_t>(arguments->size() - number - 1);
+}
+
 PreparedCall read_call(std::string_view line, const std::vector<PreparedCall>& calls) {
   const std::string_view name = take(&line, ' ');
   const auto found = chainable_ops().find(name);
@@ -183,7 +202,11 @@ PreparedCall read_call(std::string_view line, const std::vector<PreparedCall>& c
   while (!line.empty()) {
     const std::string_view token = take(&line, ' ');
     if (token.empty()) fail_calls("expected one space between the arguments of ", name);
-    call.arguments.push_back(read_argument(token, calls));
+    if (token.front() == '(') {
+      read_tensors(token, calls, &call.arguments);
+    } else {
+      call.arguments.push_back(read_argument(token, calls));
+    }
   }
   return call;
 }
@@ -361,6 +384,14 @@ Tensor Stack::prepared_tensor() {
   }
   const int64_t count = argument.end - argument.begin;
   return as_argument(tensor.view(&count, tensor.strides(), 1, argument.begin * tensor.stride(0)));
+}
+
+Tensors Stack::prepared_tensors() {
+  const int64_t count = prepared(Kind::integer).integer;
+  std::vector<Tensor> tensors;
+  tensors.reserve(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) tensors.push_back(prepared_tensor());
+  return Tensors(std::move(tensors));
 }
 
 Tensor Stack::as_argument(Tensor tensor) const {

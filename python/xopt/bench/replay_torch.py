@@ -101,7 +101,7 @@ def _upsample(named: Named) -> Tensor:
 
 
 def _concat(named: Named) -> Tensor:
-    return torch.cat((named["first"], named["second"]), named["dim"])
+    return torch.cat(named["tensors"], named["dim"])
 
 
 def _combine(named: Named) -> Tensor:

@@ -1,7 +1,7 @@
-"""Two tensors one after the other, as a link of chains: a class token before patches, a cache before what is new, an
-image of a decoder's before the one from across. By itself it stays torch's.
+"""Tensors one after the other, as a link of chains: a class token before patches, a cache before what is new, images of
+branches that meet. By itself it stays torch's.
 
-Torch gives both parts the wider dtype; a step that can write any writes that one at once."""
+Torch gives all parts the widest dtype; a step that can write any writes that one at once."""
 
 from __future__ import annotations
 
@@ -24,16 +24,38 @@ from xopt.modules.pattern import (
     shape_of,
     writes_any_dtype,
 )
+from xopt.ops.concat import MOST_PARTS
 from xopt.ops.fakes import COPIED, FLOATING
 
 _CAT = (torch.cat, torch.concat, torch.concatenate)
 _MOST_DIMS = 8  # that the operator knows
 
 
-def _parts(node: Node) -> tuple[Node, Node] | None:
+def _parts(node: Node) -> tuple[Node, ...]:
+    """What a step joins; nothing where that cannot be told."""
     given = argument(node, 0, "tensors")
-    is_pair = isinstance(given, (tuple, list)) and len(given) == 2
-    return tuple(given) if is_pair and all(isinstance(each, Node) for each in given) else None
+    known = isinstance(given, (tuple, list)) and all(isinstance(each, Node) for each in given)
+    return tuple(given) if known else ()
+
+
+class JoinedBefore(Pattern):
+    """Features that are joined anew with each that comes (DenseNet), put behind what was joined before: two parts, and
+    what the forward keeps need not wait to be read again."""
+
+    stage: ClassVar[int] = 1
+    switch: ClassVar[str] = "fuse_conv"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        joined: dict[tuple[tuple[Node, ...], int], Node] = {}
+        for node in calls(graph, *_CAT):
+            if not _joins(node):
+                continue
+            parts, dim = _parts(node), argument(node, 1, "dim", 0)
+            count = next((count for count in range(len(parts) - 1, 1, -1) if (parts[:count], dim) in joined), 0)
+            if count > 0:
+                node.args, node.kwargs = ((joined[parts[:count], dim], *parts[count:]), dim), {}
+            joined[parts, dim] = node
 
 
 class WriteJoined(Pattern):
@@ -43,7 +65,7 @@ class WriteJoined(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, *_CAT):
-            for part in _parts(node) or ():
+            for part in _parts(node):
                 way: list[Any] = [part]
                 while is_call(way[-1], *VIEWS, "flatten") and _is_read_once(way[-1]):
                     way.append(way[-1].args[0])
@@ -60,9 +82,9 @@ def _is_read_once(node: Node) -> bool:
     return only_reader(node) is not None
 
 
-def _joins_two(node: Node) -> bool:
+def _joins(node: Node) -> bool:
     parts, dim = _parts(node), argument(node, 1, "dim", 0)
-    if parts is None or len(node.args) > 2 or not node.kwargs.keys() <= {"tensors", "dim"} or type(dim) is not int:
+    if not parts or len(node.args) > 2 or not node.kwargs.keys() <= {"tensors", "dim"} or type(dim) is not int:
         return False
     dims = {len(shape_of(each)) for each in (*parts, node)}
     dtypes = {dtype_of(each) for each in (*parts, node)}
@@ -79,7 +101,7 @@ class JoinNothing(Pattern):
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, *_CAT):
             parts = _parts(node)
-            if parts is not None and _is_nothing(parts[0]) and dtype_of(parts[0]) == dtype_of(parts[1]):
+            if len(parts) == 2 and _is_nothing(parts[0]) and dtype_of(parts[0]) == dtype_of(parts[1]):
                 replace(graph, node, copied, (parts[1],), {})
 
 
@@ -93,18 +115,23 @@ def copied(input: torch.Tensor) -> torch.Tensor:
 
 @chainable(copied, where=lambda node: 1 <= len(shape_of(node)) <= _MOST_DIMS and dtype_of(node) in COPIED)
 def _copied_call(seen: Seen, input: Value) -> Call:
-    nothing = seen.call(Call("narrow", (input, 0, 0, 0), input, lambda shape: (0, *shape[1:])))
-    return Call("concat", (nothing, input, 0), input, lambda shape: shape)
+    return Call("concat", ((input,), 0), input, lambda shape: shape)
 
 
-@chainable(*_CAT, where=_joins_two, is_torchs=True)
-def _concat_call(seen: Seen, tensors: tuple[Any, Any], dim: int = 0) -> Call | None:
-    first, second = map(seen.value, tensors)
-    if first is None or second is None:
+@chainable(*_CAT, where=_joins, is_torchs=True)
+def _concat_call(seen: Seen, tensors: tuple[Any, ...], dim: int = 0) -> Call | None:
+    values = [value for value in map(seen.value, tensors) if value is not None]
+    if len(values) < len(tensors):
         return None
+    while len(values) > MOST_PARTS:
+        groups = [values[begin : begin + MOST_PARTS] for begin in range(0, len(values), MOST_PARTS)]
+        values = [group[0] if len(group) == 1 else seen.call(_join_call(group, dim)) for group in groups]
+    return _join_call(values, dim)
 
-    def shape(first: Shape, second: Shape) -> Shape:
+
+def _join_call(values: list[Value], dim: int) -> Call:
+    def shape(first: Shape, *others: Shape) -> Shape:
         place = dim % len(first)
-        return (*first[:place], first[place] + second[place], *first[place + 1 :])
+        return (*first[:place], first[place] + sum(each[place] for each in others), *first[place + 1 :])
 
-    return Call("concat", (first, second, dim), first, shape, others=(second,))
+    return Call("concat", (tuple(values), dim), values[0], shape, others=tuple(values[1:]))

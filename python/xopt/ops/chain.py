@@ -94,6 +94,8 @@ def _token(argument: Any) -> str:
     if isinstance(argument, bool):
         return "true" if argument else "false"
     if isinstance(argument, (tuple, list, torch.Size)):
+        if argument and isinstance(argument[0], (Given, Result)):
+            return f"({','.join(map(_token, argument))})"
         return f"[{','.join(map(_token, argument))}]"
     if isinstance(argument, torch.dtype):
         return str(argument).removeprefix("torch.")
@@ -118,7 +120,7 @@ def _argument(token: str) -> Any:
         return SizeOf(found, int(dim)) if dim else found
     if token in ("true", "false"):
         return token == "true"
-    if token[0] == "[":
+    if token[0] in "[(":
         return [_argument(item) for item in token[1:-1].split(",") if item]
     if token in _DTYPES:
         return _DTYPES[token]
@@ -181,6 +183,13 @@ def _chain(tensors: Sequence[Tensor], calls: str) -> list[Tensor]:
     return [results[each.number][each.part] for each in _returned_by(calls)]
 
 
+def _shape_of(argument: Any) -> Any:
+    """That of a tensor, or of each in a list."""
+    if type(argument) is list:
+        return [_shape_of(each) for each in argument]
+    return argument.shape if isinstance(argument, Tensor) else argument
+
+
 @cost_of("chain", category="conv", kernel="conv")
 def _chain_work(tensors: Sequence[Shape], calls: str) -> Work:
     """What its calls cost together. What their results look like, their fakes tell."""
@@ -198,7 +207,6 @@ def _chain_work(tensors: Sequence[Shape], calls: str) -> Work:
             continue
         names = [argument.name for argument in getattr(torch.ops.xopt, op).default._schema.arguments]
         named = {name: like(name, each) for name, each in (*zip(names, args, strict=False), *kwargs.items())}
-        shapes = {name: each.shape if isinstance(each, Tensor) else each for name, each in named.items()}
-        works.append(COSTS[op].work(**shapes))
+        works.append(COSTS[op].work(**{name: _shape_of(each) for name, each in named.items()}))
         results.append(_called(op, (), named))
     return Work("; ".join(work.size for work in works), sum(work.flop for work in works))
