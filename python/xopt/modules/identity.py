@@ -1,5 +1,5 @@
-"""Products with one, quotients by it, padding with nothing and slices of everything, as the defaults of configurations
-ask for them: dropped."""
+"""Products with one, quotients by it, sums with zero, padding with nothing and slices of everything, as the defaults of
+configurations ask for them: dropped."""
 
 from __future__ import annotations
 
@@ -10,20 +10,34 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 from xopt.graph.fresh import is_fresh
-from xopt.modules.pattern import DIVIDE, MULTIPLY, Pattern, allow_copies, argument, calls, dtype_of, operands, shape_of
+from xopt.modules.pattern import (
+    ADD,
+    DIVIDE,
+    MULTIPLY,
+    Pattern,
+    allow_copies,
+    argument,
+    calls,
+    dtype_of,
+    operands,
+    shape_of,
+)
 
 
-class DropFactorsOfOne(Pattern):
+class DropNeutralNumbers(Pattern):
+    """Sums of branches begin with zero (MobileOne). That a negative zero would come out as a positive one is the only
+    difference."""
+
     stage: ClassVar[int] = 0
     switch: ClassVar[str] = "fuse_linear"
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        for targets, orders in ((MULTIPLY, (1, -1)), (DIVIDE, (1,))):
+        for targets, neutral, orders in ((MULTIPLY, 1, (1, -1)), (DIVIDE, 1, (1,)), (ADD, 0, (1, -1))):
             for node in calls(graph, *targets):
                 found = operands(node, targets)
-                for value, factor in () if found is None else (found[::order] for order in orders):
-                    if _is_one(factor) and _is_same(value, node):
+                for value, number in () if found is None else (found[::order] for order in orders):
+                    if type(number) in (int, float) and number == neutral and _is_same(value, node):
                         node.replace_all_uses_with(value)
 
 
@@ -58,10 +72,6 @@ class DropSliceOfEverything(Pattern):
 
 def _is_everything(part: Any) -> bool:
     return type(part) is slice and part.start in (None, 0) and part.stop is None and part.step in (None, 1)
-
-
-def _is_one(factor: Any) -> bool:
-    return type(factor) in (int, float) and factor == 1
 
 
 def _is_same(value: Any, node: Node) -> bool:
