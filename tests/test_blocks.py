@@ -195,7 +195,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "parallel": (Parallel, ["merged linear", "attention", "linear+gelu_erf", "linear+add"]),
     "nested siblings": (Nested, ["merged linear", "merged linear"]),
     "factors of one": (Rescaled, ["linear+add"]),
-    "positions": (lambda: Positions(apart=False), ["linear+relu", "linear+relu"]),
+    "positions": (lambda: Positions(apart=False), ["linear+relu"]),  # the other one is computed once
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),
     "padding with nothing": (lambda: Mlp(lambda x: torch.relu(functional.pad(x, (0, 0, 0, 0)))), ["linear+relu"]),
     "assembled": (Assembled, ["linear+relu"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -40,11 +41,26 @@ class ReturnsIt(Biased):
         return self.second(self.first(x).relu()).unsqueeze(1) + bias, bias.unsqueeze(0)
 
 
-class OfALayer(Biased):
-    """Of a weight that is packed."""
+class OfAWeight(Biased):
+    """Of one that is packed."""
 
     def bias(self) -> Tensor:
         return self.second.weight.abs().sum(1)
+
+
+class OfLayers(Biased):
+    """What packed layers make of queries of the model's own (DETR), or of embeddings of positions (DeBERTa)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(2, 64))
+        self.key, self.value = nn.Linear(64, 16), nn.Linear(64, 16, bias=False)
+
+    def bias(self) -> Tensor:
+        keys, values = self.key(self.queries), self.value(self.queries)
+        keys, values = (each.view(each.size(0), 4, -1).transpose(0, 1) for each in (keys, values))
+        together: Tensor = (keys @ values.transpose(-1, -2)).repeat(1, 1, 1)
+        return together.sum((1, 2), keepdim=True)[:1]
 
 
 class OfTheInput(Biased):
@@ -123,15 +139,87 @@ def test_again_when_something_has_changed(change: Callable[[Any], None], compute
     assert 2 <= computed[0] <= 4  # another parameter is another program
 
 
+def packed_weight_loaded(model: Any) -> None:
+    values = model.state_dict()
+    model.load_state_dict(
+        {name: value * 2.0 if name.startswith(("key", "second.weight")) else value for name, value in values.items()}
+    )
+
+
+def packed_weight_written(model: Any) -> None:
+    for layer in (model.key, model.second):
+        layer.weight.mul_(2.0)
+
+
+def rows_of_packed_weights_written(model: Any) -> None:
+    for layer in (model.key, model.second):
+        layer.weight[:3].mul_(2.0)
+
+
+def packed_weight_by_data(model: Any) -> None:
+    for layer in (model.key, model.second):
+        layer.weight.data = layer.weight * 3.0
+
+
+def bias_written(model: Any) -> None:
+    for layer in (model.key, model.second):
+        layer.bias.add_(1.0)
+    model.second.weight.mul_(0.5)
+
+
+def another_layer(model: Any) -> None:
+    weight = torch.ones(16, 64)
+    model.key = nn.Linear(64, 16)
+    model.key.weight, model.key.bias = nn.Parameter(weight), nn.Parameter(torch.ones(16))
+    model.second.weight.mul_(0.5)
+
+
+PACKED = [
+    packed_weight_loaded,
+    packed_weight_written,
+    rows_of_packed_weights_written,
+    packed_weight_by_data,
+    bias_written,
+    another_layer,
+]
+
+
 @torch.no_grad()
-def test_each_time_from_packed_weights(computed: list[int]) -> None:
-    source: Any = OfALayer()
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("kind", [OfAWeight, OfLayers])
+@pytest.mark.parametrize("change", PACKED)
+def test_again_when_packed_weights_have_changed(
+    change: Callable[[Any], None], kind: Any, inference: bool, computed: list[int]
+) -> None:
+    source = kind()
+    source.key = getattr(source, "key", nn.Linear(64, 16))
     model = optimized(source)
-    for factor in (1.0, 2.0, 3.0):
-        source.second.weight.mul_(factor)
-        model.load_state_dict(source.state_dict())
+    with torch.inference_mode(inference):
+        model(X)
+        model(X)
+    once = computed[0]
+    assert once > 0
+    for each in (source, model):
+        change(each)
+    with torch.inference_mode(inference):
+        for _ in range(2):
+            torch.testing.assert_close(model(X), source(X))
+    assert computed[0] <= 3 * once  # another layer is another program, of which nothing may be computed once
+    assert computed[0] > once or change is another_layer
+
+
+@torch.no_grad()
+def test_copies_compute_their_own() -> None:
+    source = OfLayers()
+    model = optimized(source)
+    model(X)
+    copied = copy.deepcopy(model)
+    copied.key.weight.zero_()
+    expected = copy.deepcopy(source)
+    expected.key.weight.zero_()
+    for _ in range(2):
+        torch.testing.assert_close(copied(X), expected(X))
         torch.testing.assert_close(model(X), source(X))
-    assert computed == [0]
 
 
 def test_each_time_from_what_nobody_counts_changes_of() -> None:

@@ -1,5 +1,6 @@
-"""What a forward computes from its module's parameters alone, as Swin looks biases of relative positions up in a table:
-computed once, and again when one of the parameters has changed.
+"""What a forward computes from its module's parameters alone: computed once, and again when one of the parameters has
+changed. Swin looks biases of relative positions up in a table, DeBERTa's layers multiply embeddings of such positions,
+DETR's those of its queries.
 
 Only little of it: what is kept is memory beside the weights.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,10 +24,20 @@ from xopt.graph.record import EXAMPLE
 from xopt.graph.signature import TENSORS
 from xopt.graph.steps import KIND, Described
 from xopt.modules.counted_parameter import asking_quickly, count_changes
-from xopt.modules.pattern import Pattern, is_call, is_cast, put_in_place, readers, seen_in_views
+from xopt.modules.packed_parameter import PackedParameter
+from xopt.modules.pattern import (
+    Pattern,
+    is_call,
+    is_cast,
+    is_told_size,
+    put_in_place,
+    readers,
+    reads_parameters,
+    seen_in_views,
+)
 
 _ENLARGING = ("expand", "expand_as", "broadcast_to", torch.broadcast_to)
-_PARTS = 50  # of a program's weights, of which one may be kept
+_PARTS = 25  # of a program's weights, of which one may be kept
 
 
 class ComputeOnce(Pattern):
@@ -37,7 +48,7 @@ class ComputeOnce(Pattern):
     def rewrite(cls, graph: Graph) -> None:
         room = sum(map(_bytes_of, graph.find_nodes(op="get_attr"))) // _PARTS
         of_weights = _of_weights(graph)
-        for node in list(of_weights):
+        for node in [each for each in of_weights if isinstance(each.meta.get(EXAMPLE), Described)]:
             is_last = any(reader not in of_weights for reader in readers(node))
             if not is_last or not _computes(node) or _leaves(node) or _bytes_of(node) > room:
                 continue
@@ -46,17 +57,27 @@ class ComputeOnce(Pattern):
 
 
 def _of_weights(graph: Graph) -> dict[Node, None]:
-    """The tensors that parameters and buffers are, or that are made of these alone. Not of packed ones: nobody counts
-    what is written to those."""
+    """The tensors that parameters and buffers are, or that are made of these alone, their sizes, and the modules that
+    hold parameters."""
     found: dict[Node, None] = {}
     for node in graph.nodes:
-        if not isinstance(node.meta.get(EXAMPLE), Described) or EFFECT in node.meta:
-            continue
         sources = node.all_input_nodes
-        is_stored = node.op == "get_attr" and node.meta.get(KIND) in TENSORS
-        if is_stored or (sources and all(source in found for source in sources)):
+        if EFFECT in node.meta or not all(source in found for source in sources):
+            continue
+        of_modules = any(map(_is_module, sources))
+        if node.op == "get_attr":
+            is_known = _is_module(node) or node.meta.get(KIND) in (*TENSORS, PackedParameter)
+        elif of_modules or not isinstance(node.meta.get(EXAMPLE), Described):
+            is_known = bool(sources) and (is_told_size(node) or reads_parameters(node))
+        else:
+            is_known = bool(sources)
+        if is_known:
             found[node] = None
     return found
+
+
+def _is_module(node: Node) -> bool:
+    return node.op == "get_attr" and isinstance(node.meta.get(EXAMPLE), nn.Module)
 
 
 def _computes(node: Node) -> bool:
@@ -117,8 +138,11 @@ def _put(graph: Graph, node: Node) -> None:
     put_in_place(graph, node, new)
 
 
+Source = Tensor | nn.Module
+
+
 class ComputedOnce:
-    """A step of a program, of the parameters and buffers that it is given."""
+    """A step of a program, of the parameters, buffers and modules that it is given."""
 
     __name__ = "computed_once"
 
@@ -127,32 +151,76 @@ class ComputedOnce:
         self._function: Callable[..., Tensor] = generate(graph, {})
         self._kept: _Kept | None = None
 
-    def __call__(self, *sources: Tensor) -> Tensor:
+    def __call__(self, *sources: Source) -> Tensor:
         with asking_quickly():
-            kept = self._kept
-            if kept is not None and kept.holds(sources):
-                return kept.result
-            with torch.inference_mode(False), torch.no_grad():
-                result = self._function(None, *sources)
-            count_changes(*sources)
-            is_counted = not any(source.is_inference() for source in sources)
-            self._kept = (
-                _Kept(result, [(weakref.ref(each), *_state_of(each)) for each in sources]) if is_counted else None
-            )
+            if self._kept is not None and self._kept.holds(sources):
+                return self._kept.result
+        with torch.inference_mode(False), torch.no_grad():
+            result = self._function(None, *sources)
+        self._kept = _Kept.of(result, sources)
         return result
+
+
+class _Stored(NamedTuple):
+    """A tensor that something was computed from: where it is, and how it was."""
+
+    source: int
+    """Among the step's own."""
+    values: dict[str, Any]
+    """Those of a module; nothing where the source is the tensor."""
+    name: str
+    memory: weakref.ref[Tensor] | None
+    state: tuple[int, int]
+
+    def holds(self, sources: tuple[Source, ...]) -> bool:
+        found: Any = self.values.get(self.name) if self.values else sources[self.source]
+        if found is None or self.memory is None:
+            return found is self.memory
+        memory = _memory_of(found)
+        return self.memory() is memory and _state_of(memory) == self.state
 
 
 class _Kept(NamedTuple):
     result: Tensor
-    states: list[tuple[weakref.ref[Tensor], int, int]]
+    sources: list[weakref.ref[Source]]
+    stored: list[_Stored]
 
-    def holds(self, sources: tuple[Tensor, ...]) -> bool:
-        for source, (then, version, place) in zip(sources, self.states, strict=True):
-            if then() is not source or _state_of(source) != (version, place):
+    @classmethod
+    def of(cls, result: Tensor, sources: tuple[Source, ...]) -> _Kept | None:
+        """None: nobody counts what is written to one of them."""
+        stored = []
+        for place, source in enumerate(sources):
+            for values, name, tensor in _tensors_of(source):
+                memory = None if tensor is None else _memory_of(tensor)
+                if memory is not None and memory.is_inference():
+                    return None
+                count_changes(memory)
+                state = (0, 0) if memory is None else _state_of(memory)
+                stored.append(_Stored(place, values, name, None if memory is None else weakref.ref(memory), state))
+        return cls(result, [weakref.ref(source) for source in sources], stored)
+
+    def holds(self, sources: tuple[Source, ...]) -> bool:
+        for source, then in zip(sources, self.sources, strict=True):
+            if then() is not source:
                 return False
-        return True
+        return all(each.holds(sources) for each in self.stored)
 
 
-def _state_of(source: Tensor) -> tuple[int, int]:
+def _tensors_of(source: Source) -> Iterator[tuple[dict[str, Any], str, Tensor | None]]:
+    if isinstance(source, Tensor):
+        yield {}, "", source
+        return
+    for module in source.modules():
+        for values in (module._parameters, module._buffers):
+            for name, tensor in values.items():
+                yield values, name, tensor
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """What tells of changes: of a packed parameter that which it lies in."""
+    return tensor.place.packed if type(tensor) is PackedParameter else tensor
+
+
+def _state_of(memory: Tensor) -> tuple[int, int]:
     """Differs once somebody has written to it, or put other memory into it."""
-    return source._version, source.data_ptr()
+    return memory._version, memory.data_ptr()

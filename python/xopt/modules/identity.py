@@ -1,11 +1,12 @@
-"""Products with one, quotients by it, sums with zero, padding with nothing and slices of everything, as the defaults of
-configurations ask for them: dropped."""
+"""Products with one, quotients by it, sums with zero, padding with nothing, repeating once and slices of everything:
+dropped. Configurations have them by default."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.nn import functional
 
@@ -20,7 +21,9 @@ from xopt.modules.pattern import (
     calls,
     dtype_of,
     operands,
+    replace,
     shape_of,
+    step,
 )
 
 
@@ -54,6 +57,27 @@ class DropPaddingWithNothing(Pattern):
             if isinstance(amounts, (tuple, list)) and not any(amounts) and _is_same(value, node):
                 allow_copies(node)
                 node.replace_all_uses_with(value)
+
+
+class RepeatOnce(Pattern):
+    """Torch copies what it repeats once (DeBERTa, what it has of positions for each text of a batch)."""
+
+    stage: ClassVar[int] = 6  # when nobody looks for it any more
+    switch: ClassVar[str] = "fuse_linear"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, "repeat"):
+            sizes = node.args[1:]
+            alone = len(sizes) == len(shape_of(node)) == len(shape_of(node.args[0])) and not node.kwargs
+            if alone and not any(user.op == "output" for user in node.users):
+                replace(graph, node, repeated, node.args, {})
+
+
+@step("")
+def repeated(input: Tensor, *sizes: int) -> Tensor:
+    """Itself, where it is repeated once."""
+    return input if all(size == 1 for size in sizes) else input.repeat(*sizes)
 
 
 class DropSliceOfEverything(Pattern):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import is_own
 from xopt.graph.record import EXAMPLE, in_floats
-from xopt.graph.symbol import Symbol, recorder_of
+from xopt.graph.symbol import Symbol, active, recorder_of
 from xopt.modules.base import (
     Context,
     Replacement,
@@ -70,6 +70,8 @@ class PackedProduct(PackedState):
 
     def product(self, input: Any) -> torch.Tensor:
         """What nn.Linear computes, whatever else a class of modules has around it."""
+        if active.recorder is not None and isinstance(input, torch.Tensor):
+            input = active.recorder.symbol_of(input)  # a model's own parameter, of which this may be computed once
         if type(input) is Symbol:
             symbol: Any = input
             return recorder_of(symbol).call_module(self, linear, symbol, out_dtype=result_dtype(symbol))  # type: ignore[no-any-return]
@@ -195,7 +197,7 @@ def is_output_like(other: torch.Tensor, input: torch.Tensor, features: int) -> b
     return other.shape[:-1] == input.shape[:-1] and other.shape[-1] == features
 
 
-@step(label("linear"), writes_any_dtype=True, rounds_input=True)
+@step(label("linear"), writes_any_dtype=True, rounds_input=True, reads_parameters=True)
 def linear(
     module: PackedProduct,
     input: torch.Tensor,

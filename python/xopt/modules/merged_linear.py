@@ -16,7 +16,7 @@ from xopt.modules.computed_weight import weight_of
 from xopt.modules.linear import PackedProduct, has_own_packed_weight, linear, linear_call
 from xopt.modules.packed_parameter import PackedParameter, place_of
 from xopt.modules.packed_together import are_one, pack_as_one
-from xopt.modules.pattern import Pattern, allow_copies, calls, dtype_of, step
+from xopt.modules.pattern import Pattern, all_of_weights, allow_copies, calls, dtype_of, step
 from xopt.modules.product import told
 from xopt.modules.views import narrowed
 
@@ -30,9 +30,10 @@ class MergeSiblings(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         activated = {found[0] for node in graph.nodes if (found := activation_of(node)) is not None}
-        siblings: dict[Node, list[Any]] = {}
+        of_weights, siblings = all_of_weights(graph), dict[Node, list[Any]]()
         for node in calls(graph, linear):
-            if node not in activated:  # the product itself takes an activation along
+            # A product takes an activation along itself, and what comes of weights alone is computed once.
+            if node not in activated and node.args[1] not in of_weights:
                 siblings.setdefault(node.args[1], []).append(node)
         for nodes in siblings.values():
             modules = [node.args[0].meta[EXAMPLE] for node in nodes]

@@ -41,7 +41,7 @@ def pack_as_pair(gate: PackedParameter, up: PackedParameter) -> bool:
             return True
         if not _can_move((gate, up)) or gate.out_features != up.out_features:
             return False
-        packed = _packed_as_pair(*(rows_of(parameter.unpack(), parameter.transposed) for parameter in (gate, up)))
+        packed = _packed_as_pair(gate, *(rows_of(parameter.unpack(), parameter.transposed) for parameter in (gate, up)))
         gate.place = Place(packed, gate.out_features, in_pair=0)
         up.place = Place(packed, up.out_features, in_pair=1)
         machine.give_back_freed_memory()
@@ -56,22 +56,27 @@ def pack_as_halves(weight: PackedParameter, gate: int) -> bool:
         if not weight.is_packed_alone or weight.out_features % 2 != 0:
             return False
         halves = rows_of(weight.unpack(), weight.transposed).chunk(2)
-        packed = _packed_as_pair(halves[gate], halves[1 - gate])
+        packed = _packed_as_pair(weight, halves[gate], halves[1 - gate])
         weight.place = Place(packed, weight.out_features, gate_half=gate)
         del halves
         machine.give_back_freed_memory()
         return True
 
 
+# Packed in a forward under inference mode, so that what is written to them is counted all the same.
+
+
 @torch.no_grad()
 def _packed_together(parameters: Sequence[PackedParameter]) -> Tensor:
     together = torch.cat([rows_of(parameter.unpack(), parameter.transposed) for parameter in parameters])
-    return torch.ops.xopt.linear_pack(together, dtype=together.dtype)  # type: ignore[no-any-return]
+    with torch.inference_mode(parameters[0].is_inference()):
+        return torch.ops.xopt.linear_pack(together, dtype=together.dtype)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def _packed_as_pair(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.ops.xopt.linear_pack_gated(gate, up, dtype=gate.dtype)  # type: ignore[no-any-return]
+def _packed_as_pair(like: PackedParameter, gate: Tensor, up: Tensor) -> Tensor:
+    with torch.inference_mode(like.is_inference()):
+        return torch.ops.xopt.linear_pack_gated(gate, up, dtype=gate.dtype)  # type: ignore[no-any-return]
 
 
 def are_one(parameters: Sequence[PackedParameter]) -> bool:

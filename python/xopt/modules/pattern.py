@@ -37,15 +37,21 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 _labels: dict[Any, Callable[[dict[str, Any]], str]] = {}
 _writes_any_dtype: set[Any] = set()
 _rounds_input: set[Any] = set()
+_reads_parameters: set[Any] = set()
 
 
 def step(
-    label: str | Callable[[dict[str, Any]], str], *, writes_any_dtype: bool = False, rounds_input: bool = False
+    label: str | Callable[[dict[str, Any]], str],
+    *,
+    writes_any_dtype: bool = False,
+    rounds_input: bool = False,
+    reads_parameters: bool = False,
 ) -> Callable[[Step], Step]:
     """Marks a function that patterns put into graphs, with its name in the report or how to tell it by the keyword
     arguments of a call; an empty one is no fusion. `writes_any_dtype`: its one result has the dtype that its argument
     `out_dtype` names, whatever it computes in. `rounds_input`: of its second argument it reads what is left in the
-    dtype of the weight that its first one has, a module."""
+    dtype of the weight that its first one has, a module. `reads_parameters`: of its modules it reads nothing else that
+    could change."""
 
     def mark(function: Step) -> Step:
         _labels[function] = (lambda kwargs: label) if isinstance(label, str) else label
@@ -53,6 +59,8 @@ def step(
             _writes_any_dtype.add(function)
         if rounds_input:
             _rounds_input.add(function)
+        if reads_parameters:
+            _reads_parameters.add(function)
         return function
 
     return mark
@@ -65,6 +73,10 @@ def fused_steps(graph: Graph) -> list[str]:
 
 def writes_any_dtype(node: Any) -> bool:
     return isinstance(node, Node) and node.target in _writes_any_dtype
+
+
+def reads_parameters(node: Node) -> bool:
+    return node.target in _reads_parameters
 
 
 def rounded_to(node: Any, reader: Node) -> torch.dtype | None:
@@ -259,6 +271,16 @@ def allow_copies(node: Node) -> None:
 def is_of_weights(node: Node) -> bool:
     """Whether it is computed from parameters alone, so that its sizes are the same in all calls."""
     return node.op == "get_attr" or (bool(node.all_input_nodes) and all(map(is_of_weights, node.all_input_nodes)))
+
+
+def all_of_weights(graph: Graph) -> set[Node]:
+    """All such steps."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "get_attr" or (sources and found.issuperset(sources)):
+            found.add(node)
+    return found
 
 
 def is_stored_vector(node: Any) -> bool:
