@@ -1,4 +1,5 @@
-"""A layer scale after a linear layer: done with its sums, as is the residual; every parameter stays where it was."""
+"""A layer scale after a linear layer or a convolution: done with its sums, as is the residual; every parameter stays
+where it was."""
 
 from __future__ import annotations
 
@@ -69,7 +70,41 @@ class AddedTwice(Scaled):
         return x + y + y.sum(-1, keepdim=True)  # type: ignore[no-any-return]
 
 
+class ScaledConv(Scaled):
+    """As FastViT's blocks and MetaFormer's, whose scales are images of one position."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__(bias)
+        self.up, self.down = nn.Conv2d(48, 96, 3, padding=1), nn.Conv2d(96, 48, 1, bias=bias)  # type: ignore[assignment]
+        self.scale = nn.Parameter(torch.randn(48, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.up(x).relu())  # type: ignore[no-any-return]
+
+
+class ScaledConvByVector(ScaledConv):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__(bias)
+        self.scale = nn.Parameter(torch.randn(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()) * self.scale[:, None, None] + x  # type: ignore[no-any-return]
+
+
+class ScaledColumns(ScaledConv):
+    """Not with the sums: it has one value for each column."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__(bias)
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()) * self.scale + x  # type: ignore[no-any-return]
+
+
 FUSED: dict[type[Scaled], str] = {
+    ScaledConv: "conv+layer_scale+add",
+    ScaledConvByVector: "conv+layer_scale+add",
     Scaled: "linear+layer_scale+add",
     ScaledFirst: "linear+layer_scale+add",
     ScaledTokens: "linear+layer_scale+add",
@@ -79,12 +114,12 @@ FUSED: dict[type[Scaled], str] = {
 
 
 def input_of(kind: type[Scaled]) -> Tensor:
-    return IMAGE if kind in (ScaledTokens, ScaledImage) else X
+    return IMAGE if kind in (ScaledTokens, ScaledImage) or issubclass(kind, ScaledConv) else X
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [*FUSED, ScaledBefore, ScaledRows])
+@pytest.mark.parametrize("kind", [*FUSED, ScaledBefore, ScaledRows, ScaledColumns])
 @torch.no_grad()
 def test_is_as_exact_as_torch(kind: type[Scaled], dtype: torch.dtype, bias: bool) -> None:
     source, x = kind(bias).eval(), input_of(kind)
@@ -101,21 +136,24 @@ def test_is_as_exact_as_torch(kind: type[Scaled], dtype: torch.dtype, bias: bool
         assert torch.equal(state[name], value.to(state[name].dtype))
 
 
+@pytest.mark.parametrize("kind", [Scaled, ScaledConv, ScaledConvByVector])
 @torch.no_grad()
-def test_sees_a_new_scale_and_other_shapes() -> None:
-    source = Scaled().eval()
-    optimized: Any = xopt.optimize(source, dtype=torch.float32, sample_input=X)
+def test_sees_a_new_scale_and_other_shapes(kind: type[Scaled]) -> None:
+    source, x = kind().eval(), input_of(kind)
+    optimized: Any = xopt.optimize(source, dtype=torch.float32, sample_input=x)
     for model in (source, optimized):
         model.scale.mul_(2.0)
-    torch.testing.assert_close(optimized(X), source(X))
-    torch.testing.assert_close(optimized(X[:1, :3]), source(X[:1, :3]))
+    torch.testing.assert_close(optimized(x), source(x), rtol=1e-5, atol=1e-5)
+    smaller = x[:1, :3] if x is X else x[:1, :, :3]
+    torch.testing.assert_close(optimized(smaller), source(smaller), rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_and_weights_of_the_caller() -> None:
-    source = Scaled().eval().requires_grad_(False)
-    optimized = xopt.optimize(source, dtype=torch.float32, sample_input=X)
-    expect_input_gradients(optimized, source, X)
-    other = {"down.weight": torch.randn(48, 96)}
+@pytest.mark.parametrize("kind", [Scaled, ScaledConv, ScaledConvByVector])
+def test_gradients_and_weights_of_the_caller(kind: type[Scaled]) -> None:
+    source, x = kind().eval().requires_grad_(False), input_of(kind)
+    optimized = xopt.optimize(source, dtype=torch.float32, sample_input=x)
+    expect_input_gradients(optimized, source, x)
+    other = {"down.weight": torch.randn_like(source.down.weight)}
     with torch.no_grad():
-        result = torch.func.functional_call(optimized, other, (X,))
-        torch.testing.assert_close(result, torch.func.functional_call(source, other, (X,)))
+        result = torch.func.functional_call(optimized, other, (x,))
+        torch.testing.assert_close(result, torch.func.functional_call(source, other, (x,)), rtol=1e-5, atol=1e-5)

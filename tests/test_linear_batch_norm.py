@@ -112,7 +112,7 @@ def test_three_dimensions_and_the_switch() -> None:
     source: Any = nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(5), nn.Linear(5, 5)).eval()
     nn.init.normal_(source[1].running_mean)
     optimized = xopt.optimize(source, dtype=torch.float32)
-    off = xopt.optimize(source, dtype=torch.float32, config=xopt.Config(linear_bn_folding=False))
+    off = xopt.optimize(source, dtype=torch.float32, config=xopt.Config(linear_bn_folding=False, fuse_norm=False))
     with torch.no_grad():
         for x in (torch.randn(3, 5, 12), torch.randn(3, 12), torch.randn(3, 5, 12)):
             for model in (optimized, off):

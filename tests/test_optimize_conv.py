@@ -263,10 +263,11 @@ def test_runs_on_xopts_kernels() -> None:
 
 def test_switches() -> None:
     source, x = settled(Classifier(Residual())), torch.randn(1, 3, 33, 33)
+    norms = ["batch_norm+relu", "batch_norm+relu", "batch_norm+add+relu"]
     cases: dict[str, list[str]] = {
-        "conv_bn_folding": [],
+        "conv_bn_folding": norms,
         "fuse_conv": ["conv+batch_norm"] * 3,
-        "conv_prepack": [],
+        "conv_prepack": norms,
     }
     for switch, fused in cases.items():
         model = xopt.optimize(source, config=xopt.Config(**{switch: False}), sample_input=x)

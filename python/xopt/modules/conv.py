@@ -238,6 +238,8 @@ def conv(
     weight = packed_weight(module)
     if weight is None or (other is not None and other.shape != output_shape_of(module, input.shape, pad)):
         input = functional.pad(input, pad) if pad else input
+        if norm is not None and norm[0] is None and norm[2] is not None:  # a layer scale
+            norm = (None, None, norm[2].reshape(-1, *(1,) * len(module.kernel_size)), None)
         return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return run(module, weight, input, bias, pad, **told(after, input, out_dtype, scale=scale, other=other))

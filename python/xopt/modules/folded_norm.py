@@ -29,7 +29,7 @@ class _Folded:
         self._sources = sources
         self._versions = _versions(sources)
         self._eps = eps
-        mean, variance, weight, bias, own_bias = (None if each is None else each.double() for each in sources)
+        mean, variance, weight, bias, own_bias = (None if each is None else each.double().flatten() for each in sources)
         scale = weight
         if variance is not None:
             scale = torch.rsqrt(variance + eps) if weight is None else weight * torch.rsqrt(variance + eps)

@@ -1,4 +1,5 @@
-"""A layer scale (what a linear layer gives, times a parameter of one value for each feature), done with the sums.
+"""A layer scale (what a linear layer or a convolution gives, times a parameter of one value for each feature), done
+with the sums.
 
     residual + scale * linear(x)
 
@@ -17,6 +18,8 @@ from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
 from xopt.graph.steps import Described
+from xopt.modules.conv import conv
+from xopt.modules.folded_norm import forget_folded
 from xopt.modules.fused_linear import is_open
 from xopt.modules.linear import linear
 from xopt.modules.pattern import (
@@ -36,6 +39,8 @@ from xopt.modules.pattern import (
     replace,
     shape_of,
 )
+from xopt.modules.written_batch_norm import is_one_a_channel, vector_of
+from xopt.ops.fakes import FLOATING
 
 _VIEWS = ("view", "reshape", "unsqueeze", torch.reshape, torch.unsqueeze)
 
@@ -55,6 +60,31 @@ class LayerScale(Pattern):
                 if _is_along_features(node, source, product, factor):
                     _scale(graph, node, source, product, vector)
                     break
+
+
+class ConvLayerScale(Pattern):
+    stage: ClassVar[int] = 2
+    switch: ClassVar[str] = "fuse_conv"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, *MULTIPLY):
+            for source, factor in orders(node, MULTIPLY):
+                vector = _channel_vector(factor, node)
+                plain = is_open(source, conv) and not source.kwargs.keys() & {"norm", "other"}
+                if vector is None or not plain or only_user(source) is not node or shape_of(source) != shape_of(node):
+                    continue
+                forget_folded(source.args[0].meta[EXAMPLE])
+                scaled = {"norm": (None, None, vector, None), "out_dtype": dtype_of(node)}
+                replace(graph, node, conv, source.args, source.kwargs | scaled)
+                break
+
+
+def _channel_vector(factor: Any, image: Node) -> Any:
+    """The parameter that a factor is which has one value for each of an image's channels."""
+    stored = vector_of(factor)
+    is_stored = isinstance(stored, Node) and stored.op == "get_attr" and dtype_of(stored) in FLOATING
+    return stored if is_stored and is_one_a_channel(factor, image) else None
 
 
 class ImageResidual(Pattern):

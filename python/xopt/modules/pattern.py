@@ -212,6 +212,7 @@ def without_casts(node: Any) -> Any:
 
 
 ADD = (operator.add, torch.add, "add", "__add__", "__radd__")
+SUBTRACT = (operator.sub, torch.sub, "sub", "__sub__")
 MULTIPLY = (operator.mul, torch.mul, "mul", "__mul__", "__rmul__")
 DIVIDE = (operator.truediv, torch.div, "div", "__truediv__")
 MATMUL = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")

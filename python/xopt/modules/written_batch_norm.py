@@ -22,6 +22,7 @@ from xopt.modules.fused_linear import is_open
 from xopt.modules.pattern import (
     ADD,
     MULTIPLY,
+    SUBTRACT,
     Pattern,
     calls,
     dtype_of,
@@ -34,8 +35,6 @@ from xopt.modules.pattern import (
     replace,
     shape_of,
 )
-
-_SUBTRACT = (operator.sub, torch.sub, "sub", "__sub__")
 
 
 class WrittenBatchNorm(Pattern):
@@ -62,22 +61,22 @@ def _norm(node: Node, scaled: Node, source: Any, scale: Any, shift: Any) -> dict
         return None
     if only_user(source) is not scaled or only_user(scaled) is not node or shape_of(node) != shape_of(source):
         return None
-    if not _is_one_a_channel(scale, source) or not _is_one_a_channel(shift, source):
+    if not is_one_a_channel(scale, source) or not is_one_a_channel(shift, source):
         return None
-    for weight, inverse in orders(_vector(scale), MULTIPLY):
-        root = _vector(inverse)
+    for weight, inverse in orders(vector_of(scale), MULTIPLY):
+        root = vector_of(inverse)
         if not is_call(root, torch.rsqrt, "rsqrt"):
             continue
-        variance, eps = operands(_vector(root.args[0]), ADD) or (None, None)
-        bias, moved = operands(_vector(shift), _SUBTRACT) or (None, None)
-        for mean, factor in orders(_vector(moved), MULTIPLY):
-            norm = tuple(map(_vector, (mean, variance, weight, bias)))
-            if _vector(factor) is _vector(scale) and isinstance(eps, float) and all(map(is_stored_vector, norm)):
+        variance, eps = operands(vector_of(root.args[0]), ADD) or (None, None)
+        bias, moved = operands(vector_of(shift), SUBTRACT) or (None, None)
+        for mean, factor in orders(vector_of(moved), MULTIPLY):
+            norm = tuple(map(vector_of, (mean, variance, weight, bias)))
+            if vector_of(factor) is vector_of(scale) and isinstance(eps, float) and all(map(is_stored_vector, norm)):
                 return {"norm": norm, "eps": eps}
     return None
 
 
-def _vector(node: Any) -> Any:
+def vector_of(node: Any) -> Any:
     """What is seen as one value a channel, whatever view of it that is."""
     while is_cast(node) or _is_view_of_vector(node):
         node = node.args[0]
@@ -85,7 +84,7 @@ def _vector(node: Any) -> Any:
 
 
 def _is_view_of_vector(node: Any) -> bool:
-    if is_call(node, operator.getitem):  # weight[None, :, None, None]
+    if is_call(node, operator.getitem, "__getitem__"):  # weight[None, :, None, None]
         key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return all(each is None or each is Ellipsis or each == slice(None) for each in key)
     if not is_call(node, "view", "reshape", torch.reshape, "unsqueeze", torch.unsqueeze):
@@ -93,7 +92,7 @@ def _is_view_of_vector(node: Any) -> bool:
     return sum(size != 1 for size in shape_of(node.args[0])) <= 1
 
 
-def _is_one_a_channel(node: Any, image: Node) -> bool:
+def is_one_a_channel(node: Any, image: Node) -> bool:
     shape = shape_of(node)
     given = (1,) * (len(shape_of(image)) - len(shape)) + shape
-    return given[1:2] == shape_of(image)[1:2] and math.prod(given) == given[1]
+    return given[1:2] == shape_of(image)[1:2] == (math.prod(given),)

@@ -6,7 +6,6 @@ y / torch.sqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight + bias
 
 from __future__ import annotations
 
-import operator
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from xopt.modules.pattern import (
     ADD,
     DIVIDE,
     MULTIPLY,
+    SUBTRACT,
     Pattern,
     argument,
     calls,
@@ -30,7 +30,6 @@ from xopt.modules.pattern import (
 )
 from xopt.ops.fakes import FLOATING
 
-_SUBTRACT = (operator.sub, torch.sub, "sub", "__sub__")
 _MEAN = (torch.mean, "mean")
 
 
@@ -77,7 +76,7 @@ def _normed(node: Any) -> tuple[Node, float] | None:
             continue
         for variance, eps in orders(root.args[0], ADD):
             if isinstance(eps, float) and _is_variance(without_casts(variance), centered):
-                x, mean = map(without_casts, operands(centered, _SUBTRACT) or (None, None))
+                x, mean = map(without_casts, operands(centered, SUBTRACT) or (None, None))
                 return (x, eps) if _is_mean(mean) and without_casts(mean.args[0]) is x else None
     return None
 
