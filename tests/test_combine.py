@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import xopt
 from tests.families import Family, kernel_calls
 from tests.test_concat import LAYOUTS, laid_out
+from xopt.ops.combine import HOW
 from xopt.ops.fakes import FLOATING
 
 ops: Any = torch.ops.xopt
 SIZES = (0, 1, 1, 2, 3, 5, 8, 33)
-HOW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"add": torch.add, "mul": torch.mul}
 
 
 @dataclass(frozen=True)

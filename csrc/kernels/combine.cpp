@@ -18,21 +18,27 @@ constexpr int64_t kValuesOfAThread = 4096;  // fewer are not worth waking anothe
 constexpr int64_t kPiece = 64;              // values that no two threads share: whole vectors and lines of the cache
 constexpr int kInner = CombineCall::kDims - 1, kAround = kInner - 1;
 
-template <Binary How>
+enum class How : uint8_t { add, sub, from, mul };  // from: the second minus the first
+
+template <How H>
 XOPT_INLINE F combined(F x, F y) {
-  return How == Binary::add ? add(x, y) : mul(x, y);
+  if constexpr (H == How::sub) return sub(x, y);
+  if constexpr (H == How::from) return sub(y, x);
+  return H == How::add ? add(x, y) : mul(x, y);
 }
 
-template <class T, Binary How>
+bool comes_second(const CombineCall& call) { return call.parts[0].stride[kInner] == 0; }
+
+template <class T, How H>
 class Runs {
  public:
   explicit Runs(const CombineCall& call)
       : call_(call),
         runs_(1),
         lowest_(set1(call.relu ? 0.0F : -__builtin_inff())),
-        // What is the same for all of a run comes second: neither a sum nor a product cares.
-        first_(call.parts[call.parts[0].stride[kInner] == 0 ? 1 : 0]),
-        second_(call.parts[call.parts[0].stride[kInner] == 0 ? 0 : 1]) {
+        // What is the same for all of a run comes second; `H` says which is taken off which.
+        first_(call.parts[comes_second(call) ? 1 : 0]),
+        second_(call.parts[comes_second(call) ? 0 : 1]) {
     for (int dim = 0; dim < kInner; ++dim) runs_ *= call.size[dim];
   }
 
@@ -76,7 +82,7 @@ class Runs {
     }
     for (int64_t i = 0; i < count; ++i) {
       const F x = load_first(first + i * first_step, 1), y = load_first(second + i * second_step, 1);
-      store_first(out + i, max(lowest_, combined<How>(x, y)), 1);
+      store_first(out + i, max(lowest_, combined<H>(x, y)), 1);
     }
   }
 
@@ -84,7 +90,7 @@ class Runs {
   XOPT_INLINE void write(int64_t count, T* out, const Other& other, const T* first) const {
     const F lowest = lowest_;
     for_each_vector(count, [=](int64_t i, int64_t c) {
-      store_first(out + i, max(lowest, combined<How>(load_first(first + i, c), other(i, c))), c);
+      store_first(out + i, max(lowest, combined<H>(load_first(first + i, c), other(i, c))), c);
     });
   }
 
@@ -102,9 +108,9 @@ class Runs {
   const CombineCall::Part& second_;
 };
 
-template <class T, Binary How>
+template <class T, How H>
 void combine_in(const CombineCall& call) {
-  const Runs<T, How> runs(call);
+  const Runs<T, H> runs(call);
   const int64_t length = call.size[kInner], values = runs.count() * length;
   const int threads = static_cast<int>(minimum<int64_t>(max_threads(), values / kValuesOfAThread + 1));
   parallel(threads, [&](int thread, int count) {
@@ -120,7 +126,9 @@ void combine_in(const CombineCall& call) {
 
 template <class T>
 void combine_of(const CombineCall& call) {
-  return call.how == Binary::add ? combine_in<T, Binary::add>(call) : combine_in<T, Binary::mul>(call);
+  if (call.how == Combine::add) return combine_in<T, How::add>(call);
+  if (call.how == Combine::mul) return combine_in<T, How::mul>(call);
+  return comes_second(call) ? combine_in<T, How::from>(call) : combine_in<T, How::sub>(call);
 }
 
 void combine(const CombineCall& call) {

@@ -1,10 +1,12 @@
-// Sums and products of two tensors, element by element and broadcast: the contract of the kernel "combine" (dtype f32,
+// Sums, differences and products of two tensors, element by element and broadcast: the contract of the kernel "combine" (dtype f32,
 // that of its arithmetic; the tensors have the same of the three floating dtypes). A NaN stays one, also under a relu.
 #pragma once
 
 #include "tiles/types.h"
 
 namespace xopt {
+
+enum class Combine : uint8_t { add, sub, mul };
 
 struct CombineCall {
   static constexpr int kDims = 8;
@@ -14,7 +16,7 @@ struct CombineCall {
     int64_t stride[kDims];  // elements; 0: the part has one value for all
   };
 
-  Binary how;
+  Combine how;
   bool relu;
   DType dtype;
   // From the outermost to the innermost in memory of `out`, which has nothing between its elements.

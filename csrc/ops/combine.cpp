@@ -1,4 +1,4 @@
-// xopt::combine: the sum or product of two tensors, broadcast as torch does it, and a relu of that.
+// xopt::combine: the sum, difference or product of two tensors, broadcast as torch does it, and a relu of that.
 #include "kernels/combine.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kOp = "combine";
 constexpr int kDims = CombineCall::kDims;
-constexpr NamedValue<Binary> kHow[] = {{"add", Binary::add}, {"mul", Binary::mul}};
+constexpr NamedValue<Combine> kHow[] = {{"add", Combine::add}, {"sub", Combine::sub}, {"mul", Combine::mul}};
 static_assert(kDims == Integers::kMost);
 
 struct CombineArguments {

@@ -12,6 +12,7 @@ from xopt.bench.errors import UnavailableError
 from xopt.bench.replay_contender import Contender
 from xopt.bench.replay_operands import Named
 from xopt.modules.product import finished
+from xopt.ops.combine import HOW
 
 Tensor = torch.Tensor
 
@@ -105,7 +106,7 @@ def _concat(named: Named) -> Tensor:
 
 
 def _combine(named: Named) -> Tensor:
-    combined = (torch.add if named["how"] == "add" else torch.mul)(named["first"], named["second"])
+    combined = HOW[named["how"]](named["first"], named["second"])
     return combined.relu() if named.get("relu") else combined
 
 

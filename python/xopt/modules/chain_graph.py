@@ -17,6 +17,7 @@ from xopt.graph.program import MODULES
 from xopt.modules.chain import Chain, Link, Linkable, Stored, linkables
 from xopt.modules.pattern import dtype_of, is_call, is_told_size, made_of_size, remove_unused, shape_of
 from xopt.ops.chain import Given, Result, SizeOf
+from xopt.ops.views import contiguous_unless_channels_last
 
 
 def chain_steps(graph: Graph) -> None:
@@ -83,6 +84,9 @@ class _Window:
         return any(each in self._dependent for each in node.all_input_nodes)
 
     def has_view(self, node: Any) -> bool:
+        """But for what leaves a link's image as it is."""
+        while is_call(node, contiguous_unless_channels_last) and self._kinds.get(node.args[0]) is not None:
+            node = node.args[0]
         kind = self._kinds.get(node)
         return kind is not None and kind.is_view
 

@@ -1,5 +1,6 @@
-"""Sums and products of two tensors that no product, convolution or norm has taken along, as links of chains: an image
-times a factor for each channel (squeeze-and-excitation), branches that meet. By themselves they stay torch's."""
+"""Sums, differences and products of two tensors that no product, convolution or norm has taken along, as links of
+chains: an image times a factor for each channel (squeeze-and-excitation), branches that meet. By themselves they stay
+torch's."""
 
 from __future__ import annotations
 
@@ -12,7 +13,19 @@ from torch.fx import Graph, Node
 
 from xopt.modules.activation import RELU
 from xopt.modules.chain import Call, Seen, Shape, chainable
-from xopt.modules.pattern import ADD, MULTIPLY, Pattern, calls, dtype_of, only_user, operands, replace, shape_of, step
+from xopt.modules.pattern import (
+    ADD,
+    MULTIPLY,
+    SUBTRACT,
+    Pattern,
+    calls,
+    dtype_of,
+    only_user,
+    operands,
+    replace,
+    shape_of,
+    step,
+)
 from xopt.ops.fakes import FLOATING
 
 _MOST_DIMS = 8  # that the operator knows
@@ -67,5 +80,6 @@ def _are_broadcast(first: Shape, second: Shape) -> bool:
 
 
 chainable(*ADD, where=_combines, is_torchs=True)(_call_of("add", relu=False))
+chainable(*SUBTRACT, where=_combines, is_torchs=True)(_call_of("sub", relu=False))
 chainable(*MULTIPLY, where=_combines, is_torchs=True)(_call_of("mul", relu=False))
 chainable(relu_of_sum, where=_combines, is_torchs=True)(_call_of("add", relu=True))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
 from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
 
+HOW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
+
 
 @fake_of("combine")
 def _combine(first: Tensor, second: Tensor, how: str, relu: bool = False) -> Tensor:
     check("combine", {"first": first, "second": second}, FLOATING)
-    if how not in ("add", "mul"):
-        raise RuntimeError(f"xopt::combine: how: expected one of add, mul, got '{how}'")
-    return torch.add(first, second) if how == "add" else torch.mul(first, second)
+    if how not in HOW:
+        raise RuntimeError(f"xopt::combine: how: expected one of {', '.join(HOW)}, got '{how}'")
+    return HOW[how](first, second)
 
 
 @cost_of("combine", category="pointwise", kernel="combine")
