@@ -1,6 +1,6 @@
-"""Sums over a dimension of two to four, as sums of its parts: what the splits or paths of a convolution meet in (ResNeSt,
-SKNet). Of images whose channels are last torch would walk the memory by the element, and of paths that were stacked to be
-added make a copy."""
+"""Sums over a dimension of two to four, as sums of its parts: what the splits or paths of a convolution meet in
+(ResNeSt, SKNet). Of images whose channels are last torch would walk the memory by the element, and of paths that were
+stacked to be added make a copy."""
 
 from __future__ import annotations
 
