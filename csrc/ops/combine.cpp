@@ -2,6 +2,7 @@
 #include "kernels/combine.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "ops/check.h"
 #include "ops/noted_call.h"
@@ -51,25 +52,38 @@ Dims broadcast(const Tensor& first, const Tensor& second) {
   return sizes;
 }
 
-// As torch has it: dimensions from the outermost in memory to the innermost are those of the first tensor that is not
-// broadcast.
-Dims order_of(const Tensor& first, const Tensor& second, const Dims& sizes) {
-  Dims order;
-  order.count = sizes.count;
-  for (int64_t dim = 0; dim < order.count; ++dim) order.values[dim] = dim;
-  for (const Tensor* part : {&first, &second}) {
-    if (part->dims() != sizes.count || !std::equal(sizes.values, sizes.values + sizes.count, part->sizes())) continue;
-    if (std::count(part->strides(), part->strides() + sizes.count, 0) > 0) continue;
-    std::stable_sort(order.values, order.values + order.count,
-                     [&](int64_t a, int64_t b) { return part->stride(a) > part->stride(b); });
-    break;
-  }
-  return order;
-}
-
 int64_t stride_of(const Tensor& part, const Dims& sizes, int64_t dim) {
   const int64_t own = dim - (sizes.count - part.dims());
   return own < 0 || part.size(own) == 1 ? 0 : part.stride(own);
+}
+
+// Whether a dimension lies within another in memory: -1 or 1 by the first part that is broadcast along neither.
+int compare_dims(const Tensor& first, const Tensor& second, const Dims& sizes, int64_t one, int64_t other) {
+  for (const Tensor* part : {&first, &second}) {
+    const int64_t inner = stride_of(*part, sizes, one), outer = stride_of(*part, sizes, other);
+    if (inner == 0 || outer == 0) continue;
+    if (inner != outer) return inner < outer ? -1 : 1;
+    if (sizes.values[one] > sizes.values[other]) return 1;
+  }
+  return 0;
+}
+
+// As torch has it: dimensions from the outermost in memory to the innermost, sorted from the last on by insertion.
+Dims order_of(const Tensor& first, const Tensor& second, const Dims& sizes) {
+  Dims order;
+  order.count = sizes.count;
+  for (int64_t i = 0; i < order.count; ++i) {
+    int64_t at = order.count - 1 - i;
+    order.values[at] = at;
+    for (int64_t inner = at + 1; inner < order.count; ++inner) {
+      const int compared = compare_dims(first, second, sizes, order.values[inner], order.values[at]);
+      if (compared < 0) break;
+      if (compared == 0) continue;
+      std::swap(order.values[inner], order.values[at]);
+      at = inner;
+    }
+  }
+  return order;
 }
 
 // Dimensions that lie alike in both parts as one.
