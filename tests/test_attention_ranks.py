@@ -113,3 +113,28 @@ def test_gradients_and_groups_are_torchs() -> None:
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
+
+
+def one_key_for_all_heads(qkv: Tensor, mask: Tensor | None) -> Tensor:
+    """Without a word to torch of groups: the keys' one head is broadcast."""
+    q, k, v = qkv.flatten(0, 1).chunk(3, -1)
+    k, v = (part[..., : WIDTH // HEADS].unsqueeze(1) for part in (k, v))
+    attended = functional.scaled_dot_product_attention(q.unflatten(-1, (HEADS, -1)).transpose(1, 2), k, v, mask)
+    return attended.transpose(1, 2).reshape(*qkv.shape[:3], WIDTH)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "as it is"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_of_one_head(dtype: torch.dtype, is_recorded: bool) -> None:
+    torch.manual_seed(0)
+    source = Attention(one_key_for_all_heads, is_recorded).eval()
+    optimized = xopt.optimize(source, dtype=dtype)
+    most = 1e-5 if dtype == torch.float32 else 2e-2
+    for sizes in SIZES:
+        x, length = torch.randn(*sizes, WIDTH), sizes[2]
+        for mask in (None, torch.ones(length, length, dtype=torch.bool).tril()):
+            with torch.no_grad():
+                result, exact = optimized(x, mask), source(x, mask)
+            assert float((result - exact).norm() / exact.norm()) < most
+    report = xopt.report(optimized, (torch.randn(2, 3, 10, WIDTH),))
+    assert report.multiply_add_share == 1.0

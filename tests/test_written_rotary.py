@@ -115,6 +115,41 @@ def test_angles_that_are_broadcast_for_each_apart() -> None:
     check(Rotated(turned_pairs, heads_dim=2, apart=True), rotary=1)
 
 
+class OfPatches(Rotated):
+    """As timm's vision transformers have it: angles in one matrix for all images, tokens before the patches that stay
+    as they are, and the query put together before the key is rotated."""
+
+    prefix = 1
+
+    def rotate_patches(self, x: Tensor, angles: Tensor) -> Tensor:
+        sin, cos = angles.chunk(2, -1)
+        if self.turned is turned_pairs:
+            turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+        else:
+            first, second = x.chunk(2, dim=-1)
+            turned = torch.cat([-second, first], dim=-1)
+        return (x * cos + turned * sin).to(dtype=x.dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if self.turned is turned_pairs:
+            cos, sin = (each[..., : DEPTH // 2].repeat_interleave(2, -1) for each in (cos, sin))
+        angles = torch.cat((sin[0], cos[0]), -1)[self.prefix :]
+        query, key = (
+            linear(x).view(x.shape[0], x.shape[1], -1, DEPTH).transpose(1, 2) for linear in (self.query, self.key)
+        )
+        query, key = (
+            torch.cat([each[:, :, : self.prefix, :], self.rotate_patches(each[:, :, self.prefix :, :], angles)], dim=2)
+            for each in (query, key)
+        )
+        return query.type_as(x), key.type_as(x)
+
+
+@pytest.mark.parametrize("turned", [turned_halves, turned_pairs])
+def test_angles_of_one_matrix_for_all_images(turned: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    check(OfPatches(turned), rotary=1)
+
+
 class NeededBefore(Rotated):
     """The key depends on the rotated query, so both cannot be had at once."""
 

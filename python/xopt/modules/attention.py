@@ -68,11 +68,16 @@ def attend(
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, gqa: bool
 ) -> Tensor:
-    if not can_attend(query, key, value, mask) or not (gqa or query.shape[1] == key.shape[1]):
+    if not can_attend(query, key, value, mask) or not _heads_fit(query.shape, key.shape, gqa):
         return functional.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
     return attend(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
+
+
+def _heads_fit(query: Shape, key: Shape, gqa: bool) -> bool:
+    """Whether torch takes these heads, too: one of the keys may be that of all queries, as with any broadcast."""
+    return gqa or key[1] in (1, query[1])
 
 
 def _are_one_without(dim: int, tensor: Tensor) -> bool:
@@ -168,7 +173,7 @@ def _attention_call(
     gqa: bool,
 ) -> Call:
     def fits(query: Shape, key: Shape, value: Shape) -> bool:
-        return key[0] == query[0] and key[:3] == value[:3] and (gqa or query[1] == key[1])
+        return key[0] == query[0] and key[:3] == value[:3] and _heads_fit(query, key, gqa)
 
     return transposed(seen.call(attention_call(query, key, value, mask, causal=causal, scale=scale, fits=fits)), 1, 2)
 
@@ -193,7 +198,7 @@ def _attention_of_torch(
         mask = attn_mask if attn_mask is None else with_one_head(attn_mask)
         attended = scaled_dot_product_attention(query, key, value, mask, causal=is_causal, scale=scale, gqa=False)
         return attended.squeeze(1)
-    if not can_attend(query, key, value, attn_mask) or not (enable_gqa or query.shape[1] == key.shape[1]):
+    if not can_attend(query, key, value, attn_mask) or not _heads_fit(query.shape, key.shape, enable_gqa):
         return NotImplemented
     return attend(query, key, value, attn_mask, causal=is_causal, scale=scale).transpose(1, 2)
 

@@ -4,7 +4,8 @@
     interleaved   turned(x) = stack(-x[1::2], x[::2]) flattened               GPT-J
 
 x may be the first columns of a head, whose others are put behind the result; it may have its heads before its positions
-or behind them; and all of it may be done in fp32 between casts. The kernel does each of these in one pass.
+or behind them; and all of it may be done in fp32 between casts. Angles may be those of one text for all (timm's vision
+transformers: a matrix). The kernel does each of these in one pass.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.graph.late import EFFECT
 from xopt.graph.record import EXAMPLE
+from xopt.graph.steps import expect
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.pattern import (
     ADD,
@@ -25,9 +28,11 @@ from xopt.modules.pattern import (
     Pattern,
     argument,
     calls,
+    described,
     dtype_of,
     is_call,
     is_cast,
+    is_size,
     only_user,
     orders,
     shape_of,
@@ -118,8 +123,8 @@ def _turn_of(node: Node) -> _Turn | None:
 
 def _result(node: Node, x: Any, interleaved: bool, cos: Any, sin: Any) -> _Turn | None:
     source = without_casts(x)
-    heads = _broadcast_dim(cos)
-    if len(shape_of(x)) != 4 or heads is None or _broadcast_dim(sin) != heads or dtype_of(source) not in FLOATING:
+    heads = _heads_dim(cos, x)
+    if len(shape_of(x)) != 4 or heads is None or _heads_dim(sin, x) != heads or dtype_of(source) not in FLOATING:
         return None
     if shape_of(cos)[-1] != shape_of(x)[-1] or shape_of(sin)[-1] != shape_of(x)[-1] or shape_of(x)[-1] % 2:
         return None
@@ -141,12 +146,23 @@ def _turned(node: Any, x: Any) -> bool | None:
         half = shape_of(x)[-1] // 2
         halves = slice(None, half), slice(half, None)
         return False if _are_parts(first, second, source, *halves) else None
-    if is_call(node, torch.flatten, "flatten") and argument(node, 1, "start_dim", 0) == -2:
+    flat = is_call(node, torch.flatten, "flatten") and argument(node, 1, "start_dim", 0) == -2
+    if flat or (is_call(node, torch.reshape, "reshape", "view") and _is_shape_of(node, source)):
         stacked = node.args[0]
         if is_call(stacked, torch.stack) and argument(stacked, 1, "dim", 0) == -1 and _is_pair(stacked):
             second, first = stacked.args[0]
             return True if _are_parts(first, second, source, slice(None, None, 2), slice(1, None, 2)) else None
     return None
+
+
+def _is_shape_of(view: Node, source: Node) -> bool:
+    """Whether a view has the sizes of another tensor in all calls."""
+    sizes: Any = view.args[1] if isinstance(view.args[1], (tuple, list)) else view.args[1:]
+    dims = len(shape_of(source))
+    return len(sizes) == dims and all(
+        is_size(size) and without_casts(size.args[0]) is source and argument(size, 1, "dim") % dims == dim
+        for dim, size in enumerate(sizes)
+    )
 
 
 def _is_pair(node: Node) -> bool:
@@ -173,6 +189,12 @@ def _columns(node: Any) -> slice | None:
 
 
 def _is_columns(node: Any, source: Node, columns: slice) -> bool:
+    if is_call(node, operator.getitem) and is_call(node.args[0], torch.chunk, "chunk"):
+        chunks = node.args[0]
+        halves = argument(chunks, 1, "chunks") == 2 and argument(chunks, 2, "dim", 0) in (-1, len(shape_of(source)) - 1)
+        half = shape_of(source)[-1] // 2
+        part = (slice(None, half), slice(half, None))[node.args[1]] if halves and type(node.args[1]) is int else None
+        return part == columns and without_casts(chunks.args[0]) is source
     return _columns(node) == columns and without_casts(node.args[0]) is source
 
 
@@ -197,6 +219,13 @@ def _whole(turn: _Turn) -> _Turn:
 
 
 # ---- Angles ---------------------------------------------------------------------------------------------------------
+
+
+def _heads_dim(angles: Any, x: Any) -> int | None:
+    """The dimension of heads, over which angles are the same."""
+    if len(shape_of(angles)) == 2:
+        return 1 if shape_of(angles) == shape_of(x)[2:] and dtype_of(angles) in FLOATING else None
+    return _broadcast_dim(angles)
 
 
 def _broadcast_dim(node: Any) -> int | None:
@@ -250,19 +279,46 @@ def _belong_together(one: _Turn, other: _Turn) -> bool:
 
 
 def _replace(graph: Graph, first: _Turn, second: _Turn) -> bool:
-    """Whether both could be put together: what comes of the first may be needed before the second is there."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    if any(order[user] < order[second.result] for user in first.result.users):
-        return False
+    """Whether both could be put together: what comes of the first is moved behind the second, unless that needs it."""
     if shape_of(first.x)[-1] != shape_of(second.x)[-1] or dtype_of(first.x) != dtype_of(second.x):
+        return False
+    between = _between(graph, first.result, second.result)
+    if between is None:
         return False
     with graph.inserting_before(second.result):
         options: Any = {"heads": first.heads, "interleaved": first.interleaved}
-        both = graph.call_function(rotary, (first.x, second.x, first.cos, first.sin), options)
+        angles = (_of_all_texts(graph, first.cos), _of_all_texts(graph, first.sin))
+        both = graph.call_function(rotary, (first.x, second.x, *angles), options)
         for place, turn in enumerate((first, second)):
             part = graph.call_function(operator.getitem, (both, place))
             part.meta.update(turn.result.meta)
             turn.result.replace_all_uses_with(part)
+    behind = second.result
+    for node in between:
+        behind.append(node)
+        behind = node
     for turn in (first, second):
         graph.erase_node(turn.result)
     return True
+
+
+def _between(graph: Graph, first: Node, second: Node) -> list[Node] | None:
+    """The steps before the second that are made of the first; None: they cannot wait for it."""
+    made: set[Node] = {first}
+    found: list[Node] = []
+    for node in graph.nodes:
+        if node is second:
+            return None if made.intersection(node.all_input_nodes) else found
+        if made.intersection(node.all_input_nodes):
+            if EFFECT in node.meta or node.target is expect:
+                return None
+            made.add(node)
+            found.append(node)
+    return None
+
+
+def _of_all_texts(graph: Graph, angles: Node) -> Node:
+    """[positions, columns] as [1, 1, positions, columns]."""
+    if len(shape_of(angles)) == 4:
+        return angles
+    return described(graph.call_method("unsqueeze", (described(graph.call_method("unsqueeze", (angles, 0))), 0)))
