@@ -176,12 +176,17 @@ def gelu_of_gpt2(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
+def gelu_of_bloom(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
 FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "activation": (Mlp, ["linear+gelu_erf"]),
     "relu": (lambda: Mlp(torch.relu), ["linear+relu"]),
     "method": (lambda: Mlp(lambda x: x.sigmoid()), ["linear+sigmoid"]),
     "in place": (lambda: Mlp(lambda x: functional.silu(x, inplace=True)), ["linear+silu"]),
     "gelu written out": (lambda: Mlp(gelu_of_gpt2), ["linear+gelu_tanh"]),
+    "gelu written out in factors": (lambda: Mlp(gelu_of_bloom), ["linear+gelu_tanh"]),
     "modules": (lambda: nn.Sequential(nn.Linear(64, 96), nn.Hardswish(), nn.Linear(96, 64)), ["linear+hardswish"]),
     "pre-norm": (PreNorm, ["layer_norm", "linear+gelu_erf", "linear+add"]),
     "post-norm": (PostNorm, ["linear+gelu_erf", "linear+add+layer_norm"]),

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import xopt
+from tests.families import kernel_calls
 
 Tensor = torch.Tensor
 WIDTH, HEADS, DEPTH = 64, 4, 16
@@ -141,6 +142,18 @@ def flat_and_looked_at(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     return result.view(-1, HEADS, result.size(1), result.size(2)) + scores.mean()  # type: ignore[no-any-return]
 
 
+def scores_in_fp32(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As GPT-Neo and GPT-J do it: queries and keys are widened for the scores."""
+    scores = torch.matmul(q.to(torch.float32), k.to(torch.float32).transpose(-1, -2)) + mask
+    return torch.matmul(F.softmax(scores, dim=-1).to(v.dtype), v)
+
+
+def heads_with_biases(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As the first DeBERTa does it: biases of fp32 make queries and values so."""
+    q, v = (each + module.factor.flatten()[None, :, None, None] for each in (q, v))
+    return torch.matmul((torch.matmul(q, k.transpose(-1, -2)) * 0.25).softmax(-1), v)
+
+
 def kept_where(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As GPT-2 and its like did it."""
     length = q.size(2)
@@ -183,7 +196,7 @@ def between_softmax_and_values(module: Any, q: Tensor, k: Tensor, v: Tensor) -> 
 FOUND = (
     *(as_in_nano_gpt, scaled_query, divided_and_in_fp32, einsum_with_a_finite_fill, two_masks, three_dimensions),
     *(windows_of_an_image, windows_of_images, one_factor_a_head, five_dimensions, flat_and_seen_by_heads),
-    *(flat_with_a_bias_in_the_product, kept_where, einsum_with_a_transposed_key),
+    *(flat_with_a_bias_in_the_product, kept_where, einsum_with_a_transposed_key, scores_in_fp32, heads_with_biases),
 )
 OTHERS = (
     *(weights_are_returned, softmax_over_queries, adds_booleans, sum_of_two_products, scaled_after_the_mask),
@@ -197,7 +210,7 @@ def test_attention_written_out(attend: Callable[..., Any], dtype: torch.dtype) -
     torch.manual_seed(0)
     source = Attention(attend).eval()
     optimized = xopt.optimize(source, dtype=dtype)
-    takes_mask = attend.__code__.co_argcount == 5
+    takes_mask, before = attend.__code__.co_argcount == 5, attention_runs()
     for batch, length in ((2, 10), (2, 10), (1, 33), (2, 1), (6, 5)):
         x = torch.randn(batch, length, WIDTH)
         masks = torch.linspace(-3, 3, batch * length * length).sin().reshape(batch, 1, length, length)
@@ -211,6 +224,11 @@ def test_attention_written_out(attend: Callable[..., Any], dtype: torch.dtype) -
             assert float((result - exact).norm() / exact.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
     fused = [step for fusion in xopt.report(optimized).fusions for step in fusion.fused]
     assert ("attention" in fused) == (attend in FOUND)
+    assert (attention_runs() > before) == (attend in FOUND)
+
+
+def attention_runs() -> int:
+    return sum(calls for name, calls in kernel_calls().items() if name.startswith("attention "))
 
 
 def test_a_row_in_which_all_keys_are_hidden() -> None:

@@ -11,8 +11,6 @@ import torch.nn.functional as F  # noqa: N812
 from xopt.bench.errors import UnavailableError
 from xopt.bench.replay_contender import Contender
 from xopt.bench.replay_operands import Named
-from xopt.modules.product import finished
-from xopt.ops.combine import HOW
 
 Tensor = torch.Tensor
 
@@ -55,17 +53,26 @@ def _group_norm(named: Named) -> Tensor:
     values = named["input"]
     weight, bias = (_like(named.get(name), values) for name in ("weight", "bias"))
     normed = F.group_norm(values, int(named["groups"]), weight, bias, named.get("eps", 1e-5))
+    return _activation(named)(normed)
+
+
+def _activation(named: Named) -> Callable[[Tensor], Tensor]:
     activation = named.get("activation", "none")
     if activation not in _ACTIVATIONS:
         raise UnavailableError(f"the bench has no {activation} of torch's")
-    return _ACTIVATIONS[activation](normed)
+    return _ACTIVATIONS[activation]
 
 
 def _batch_norm(named: Named) -> Tensor:
     values = named["input"]
-    norm = tuple([_like(named.get(name), values) for name in ("mean", "variance", "weight", "bias")])
-    after = {name: named[name] for name in _AFTER if name in named}
-    return finished(values, norm=norm, eps=named.get("eps", 1e-5), **after)
+    mean, variance, weight, bias = (_like(named.get(name), values) for name in ("mean", "variance", "weight", "bias"))
+    normed = F.batch_norm(values, mean, variance, weight, bias, eps=named.get("eps", 1e-5))
+    activation, other = _activation(named), named.get("other")
+    if other is None:
+        return activation(normed)
+    together: Any = getattr(torch, named["binary"])
+    last = named.get("activation_last", False)
+    return activation(together(normed, other)) if last else together(activation(normed), other)
 
 
 def _like(values: Tensor | None, other: Tensor) -> Tensor | None:
@@ -106,7 +113,7 @@ def _concat(named: Named) -> Tensor:
 
 
 def _combine(named: Named) -> Tensor:
-    combined = HOW[named["how"]](named["first"], named["second"])
+    combined: Tensor = getattr(torch, named["how"])(named["first"], named["second"])
     return combined.relu() if named.get("relu") else combined
 
 
@@ -126,7 +133,6 @@ def _window_merge(named: Named) -> Tensor:
     return rolled[:, : named["size"][0], : named["size"][1]].contiguous()
 
 
-_AFTER = ("activation", "alpha", "beta", "binary", "other", "activation_last", "out_dtype")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
     "silu": F.silu,

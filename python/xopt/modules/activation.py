@@ -88,18 +88,36 @@ def _parametrized(node: Node) -> dict[str, Any] | None:
 
 
 def _gelu_written_out(node: Node) -> Node | None:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 has it: the x."""
+    """0.5 x (1 + tanh(...)), of either form: the x."""
     for half, bracket in orders(node, MULTIPLY):
         x = _times(half, 0.5)
         inner: Any = _plus(bracket, 1.0)
         if x is None or not is_call(inner, torch.tanh, "tanh"):
             continue
-        scaled = _times(inner.args[0], math.sqrt(2 / math.pi))
-        for left, cubic in orders(scaled, ADD):
-            cube = _times(cubic, 0.044715)
-            if left is x and is_call(cube, torch.pow, "pow") and cube.args[0] is x and float(cube.args[1]) == 3.0:
-                return x  # type: ignore[no-any-return]
+        if _is_cubic(inner.args[0], x) or _is_factored_cubic(inner.args[0], x):
+            return x  # type: ignore[no-any-return]
     return None
+
+
+_ROOT = math.sqrt(2 / math.pi)
+
+
+def _is_cubic(node: Any, x: Node) -> bool:
+    """sqrt(2 / pi) (x + 0.044715 x^3), as GPT-2 has it"""
+    for left, cubic in orders(_times(node, _ROOT), ADD):
+        cube = _times(cubic, 0.044715)
+        if left is x and is_call(cube, torch.pow, "pow") and cube.args[0] is x and float(cube.args[1]) == 3.0:
+            return True
+    return False
+
+
+def _is_factored_cubic(node: Any, x: Node) -> bool:
+    """sqrt(2 / pi) x (1 + 0.044715 x x), as BLOOM has it"""
+    for scaled, bracket in orders(node, MULTIPLY):
+        squares = orders(_plus(bracket, 1.0), MULTIPLY) if _times(scaled, _ROOT) is x else []
+        if any(left is x and _times(right, 0.044715) is x for left, right in squares):
+            return True
+    return False
 
 
 def _times_its_sigmoid(node: Node, slope: float) -> Node | None:

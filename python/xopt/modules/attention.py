@@ -28,6 +28,8 @@ from xopt.modules.pattern import (
     described,
     dtype_of,
     is_call,
+    is_cast,
+    is_view,
     only_reader,
     put_in_place,
     remove_unused,
@@ -113,10 +115,33 @@ def with_one_head(mask: Tensor) -> Tensor:
     return mask.unsqueeze(1) if mask.ndim == 3 else mask
 
 
+def _rounded(graph: Graph, node: Any, dtype: torch.dtype | None) -> Any:
+    """What is in fp32 in the narrower dtype of the attention's result, as the kernel takes all three: what was widened
+    for the scores alone (GPT-J, GPT-Neo) as it was before, whatever views were taken of it."""
+    if dtype_of(node) != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+        return node
+    source = node.args[0] if node.args else None
+    if is_cast(node) and dtype_of(source) == dtype:
+        return source
+    if is_view(node):
+        rounded = _rounded(graph, source, dtype)
+        return described(graph.create_node(node.op, node.target, (rounded, *node.args[1:]), node.kwargs))
+    return described(graph.call_method("to", (node, dtype)))
+
+
 def put_attention(
-    graph: Graph, tensors: Sequence[Any], mask: Any, *, causal: bool, scale: float | None, gqa: bool = False
+    graph: Graph,
+    tensors: Sequence[Any],
+    mask: Any,
+    dtype: torch.dtype | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    gqa: bool = False,
 ) -> Node:
-    """The attention of tensors with three dimensions or more, as steps where the graph stands."""
+    """The attention of tensors with three dimensions or more, with a result of this dtype: steps where the graph
+    stands."""
+    tensors = [_rounded(graph, tensor, dtype) for tensor in tensors]
     dims = len(shape_of(tensors[0]))
     kwargs: dict[str, Any] = {"causal": causal, "scale": scale}
     if dims > 4:
@@ -233,7 +258,9 @@ class FindAttention(Pattern):
                 continue
             allow_copies(node)
             with graph.inserting_before(node):
-                found = put_attention(graph, tensors, mask, causal=bool(causal), scale=scale, gqa=bool(gqa))
+                found = put_attention(
+                    graph, tensors, mask, dtype_of(node), causal=bool(causal), scale=scale, gqa=bool(gqa)
+                )
             put_in_place(graph, node, found)
 
 

@@ -225,10 +225,14 @@ _ONLY_VIEWS = (
 )
 
 
+def is_view(node: Any) -> bool:
+    return is_call(node, *_ONLY_VIEWS) and isinstance(node.args[0], Node)
+
+
 def seen_in_views(node: Any) -> Any:
     """What a node is a view of, be it through several, if nobody else reads it: what is done to each value alone may
     as well be done to it, before."""
-    while is_call(node, *_ONLY_VIEWS) and isinstance(node.args[0], Node) and only_reader(node.args[0]) is node:
+    while is_view(node) and only_reader(node.args[0]) is node:
         node = node.args[0]
     return node
 

@@ -315,7 +315,7 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
                 each = call(with_heads, each, *(found.heads or ()))
             added = each if (kind, value) == ("add", None) else call(as_mask, kind, each, value)
             mask = added if mask is None else call(join_masks, mask, added)
-        result = put_attention(graph, tensors, mask, causal=False, scale=found.scale)
+        result = put_attention(graph, tensors, mask, dtype_of(node), causal=False, scale=found.scale)
         if found.heads is not None:
             result = method("flatten", result, 0, 1)
     put_in_place(graph, node, result)
