@@ -193,3 +193,52 @@ def test_a_parameter_that_is_moved_to_another_dtype() -> None:
         for moved in (source, model):
             moved.double()
         torch.testing.assert_close(model(x.double()), source(x.double()), rtol=1e-4, atol=1e-4)
+
+
+class Decomposed(nn.Module):
+    """Biases of relative positions by rows and columns, as SAM and MViT have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.columns, self.last = nn.Linear(24, 12), nn.Linear(24, 12), nn.Linear(144, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).transpose(1, 2)
+        rows, columns = self.rows(x).sigmoid(), self.columns(x).relu()
+        both = (rows[..., :, None] + columns[..., None, :]) * columns[..., None, :]
+        return self.last((both - rows[..., :, None]).flatten(2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_spread_over_rows_and_columns(dtype: torch.dtype) -> None:
+    source = Decomposed().eval()
+    model = xopt.optimize(source, dtype=dtype, sample_input=torch.randn(1, 24, 9, 8))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    with torch.no_grad():
+        for batch in (1, 2, 2, 3):
+            x = torch.randn(batch, 24, 9, 8)
+            before = combined()
+            torch.testing.assert_close(model(x), source(x), atol=tolerance, rtol=tolerance)
+            assert combined() == before + 3
+        x = torch.randn(2, 24, 9, 8, requires_grad=True)
+    for _ in range(2):
+        expected = torch.autograd.grad(source(x).sum(), x)[0]
+        torch.testing.assert_close(torch.autograd.grad(model(x).sum(), x)[0], expected, atol=0.1, rtol=0.1)
+
+
+def test_shapes_that_cannot_be_spread_are_torchs_error() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 64), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.relu(self.one(x)).softmax(-1) * self.other(y).tanh().softmax(0)  # type: ignore[no-any-return]
+
+    model = xopt.optimize(Two().eval(), dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            assert model(torch.randn(200, 8), torch.randn(200, 8)).shape == (200, 64)
+        with pytest.raises(RuntimeError, match="must match the size of tensor b"):
+            model(torch.randn(200, 8), torch.randn(201, 8))

@@ -48,7 +48,7 @@ class Paths(nn.Module):
         factors = self.excite(together.sum(1).mean((2, 3), keepdim=True))
         images, channels, height, width = factors.shape
         factors = factors.view(images, len(self.convs), channels // len(self.convs), height, width)
-        return self.last(torch.sum(together * torch.softmax(factors, dim=1), dim=1))  # type: ignore[no-any-return]
+        return self.last(torch.sum(input=together * torch.softmax(factors, dim=1), dim=1))  # type: ignore[no-any-return]
 
 
 class OfTheInput(nn.Module):

@@ -20,6 +20,8 @@ from xopt.modules.pattern import (
     argument,
     calls,
     dtype_of,
+    is_call,
+    is_view,
     operands,
     replace,
     shape_of,
@@ -69,9 +71,15 @@ class RepeatOnce(Pattern):
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, "repeat"):
             sizes = node.args[1:]
-            alone = len(sizes) == len(shape_of(node)) == len(shape_of(node.args[0])) and not node.kwargs
-            if alone and not any(user.op == "output" for user in node.users):
+            plain = len(sizes) == len(shape_of(node)) == len(shape_of(node.args[0])) and not node.kwargs
+            if plain and not _is_returned(node):
                 replace(graph, node, repeated, node.args, {})
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether the forward answers with it, be it as a view."""
+    views = (user for user in node.users if is_view(user) or is_call(user, operator.getitem))
+    return any(user.op == "output" for user in node.users) or any(map(_is_returned, views))
 
 
 @step("")

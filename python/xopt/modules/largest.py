@@ -11,6 +11,8 @@ from torch.fx import Graph
 
 from xopt.modules.pattern import Pattern, argument, calls, is_call, replace
 
+_NAMES = {"input", "dim", "keepdim"}
+
 
 class LargestAlone(Pattern):
     stage: ClassVar[int] = 0
@@ -21,9 +23,9 @@ class LargestAlone(Pattern):
         for found, alone in (("max", torch.amax), ("min", torch.amin)):
             for node in calls(graph, found, getattr(torch, found)):
                 dim, keepdim = argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
-                parts = list(node.users)
-                if type(dim) is not int or type(keepdim) is not bool or node.kwargs.keys() - {"dim", "keepdim"}:
+                source, parts = argument(node, 0, "input"), list(node.users)
+                if type(dim) is not int or type(keepdim) is not bool or node.kwargs.keys() - _NAMES:
                     continue
                 if all(is_call(part, operator.getitem) and part.args[1] == 0 for part in parts):
                     for part in parts:
-                        replace(graph, part, alone, (node.args[0], dim, keepdim), {})
+                        replace(graph, part, alone, (source, dim, keepdim), {})

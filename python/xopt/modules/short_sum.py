@@ -50,11 +50,11 @@ class ShortSum(Pattern):
 
 def _summed(node: Node) -> tuple[Node, int, int] | None:
     """What a step sums, along which dimension, and how many that are."""
-    source: Any = node.args[0]
+    source: Any = argument(node, 0, "input")
     dim, dims = argument(node, 1, "dim"), len(shape_of(source))
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
-    plain = len(node.args) <= 2 and node.kwargs.keys() <= {"dim"} and type(dim) is int
+    plain = len(node.args) <= 2 and node.kwargs.keys() <= {"input", "dim"} and type(dim) is int
     if not plain or dims < 2 or dtype_of(source) not in FLOATING or dtype_of(source) != dtype_of(node):
         return None
     count = _known_size(source, dim % dims)
