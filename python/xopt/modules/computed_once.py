@@ -164,18 +164,16 @@ class ComputedOnce:
 class _Stored(NamedTuple):
     """A tensor that something was computed from: where it is, and how it was."""
 
-    source: int
-    """Among the step's own."""
-    values: dict[str, Any]
-    """Those of a module; nothing where the source is the tensor."""
+    holder: weakref.ref[Source]
+    """The tensor itself, or the module that has it."""
     name: str
     memory: weakref.ref[Tensor] | None
     state: tuple[int, int]
 
-    def holds(self, sources: tuple[Source, ...]) -> bool:
-        found: Any = self.values.get(self.name) if self.values else sources[self.source]
+    def holds(self) -> bool:
+        found = _stored_in(self.holder(), self.name)
         if found is None or self.memory is None:
-            return found is self.memory
+            return found is None and self.memory is None
         memory = _memory_of(found)
         return self.memory() is memory and _state_of(memory) == self.state
 
@@ -189,31 +187,38 @@ class _Kept(NamedTuple):
     def of(cls, result: Tensor, sources: tuple[Source, ...]) -> _Kept | None:
         """None: nobody counts what is written to one of them."""
         stored = []
-        for place, source in enumerate(sources):
-            for values, name, tensor in _tensors_of(source):
-                memory = None if tensor is None else _memory_of(tensor)
-                if memory is not None and memory.is_inference():
-                    return None
-                count_changes(memory)
-                state = (0, 0) if memory is None else _state_of(memory)
-                stored.append(_Stored(place, values, name, None if memory is None else weakref.ref(memory), state))
+        for holder, name in (each for source in sources for each in _tensors_of(source)):
+            tensor = _stored_in(holder, name)
+            memory = None if tensor is None else _memory_of(tensor)
+            if memory is not None and memory.is_inference():
+                return None
+            count_changes(memory)
+            state = (0, 0) if memory is None else _state_of(memory)
+            stored.append(_Stored(weakref.ref(holder), name, None if memory is None else weakref.ref(memory), state))
         return cls(result, [weakref.ref(source) for source in sources], stored)
 
     def holds(self, sources: tuple[Source, ...]) -> bool:
         for source, then in zip(sources, self.sources, strict=True):
             if then() is not source:
                 return False
-        return all(each.holds(sources) for each in self.stored)
+        return all(each.holds() for each in self.stored)
 
 
-def _tensors_of(source: Source) -> Iterator[tuple[dict[str, Any], str, Tensor | None]]:
+def _tensors_of(source: Source) -> Iterator[tuple[Source, str]]:
+    """Where they are, and their names there."""
     if isinstance(source, Tensor):
-        yield {}, "", source
+        yield source, ""
         return
     for module in source.modules():
-        for values in (module._parameters, module._buffers):
-            for name, tensor in values.items():
-                yield values, name, tensor
+        for name in (*module._parameters, *module._buffers):
+            yield module, name
+
+
+def _stored_in(holder: Source | None, name: str) -> Tensor | None:
+    if holder is None or isinstance(holder, Tensor):
+        return holder
+    parameters = holder._parameters
+    return parameters[name] if name in parameters else holder._buffers.get(name)
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
