@@ -104,6 +104,17 @@ def test_import_costs_little_beyond_torchs_own() -> None:
     assert min(float(fresh_process.output_of(program)) for _ in range(5)) < 0.5
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_import_leaves_the_collector_as_it_is(collects: bool) -> None:
+    program = f"""
+        import gc, torch
+        {"gc.enable" if collects else "gc.disable"}()
+        import xopt
+        print(gc.isenabled())
+    """
+    assert fresh_process.output_of(program).strip() == str(collects)
+
+
 def test_import_brings_in_nothing_heavy() -> None:
     program = """
         import sys, torch
