@@ -50,6 +50,12 @@ class Estimate:
         return Estimate(value, error, self.nan_allowed.expand(shape), self.unchecked.expand(shape))
 
 
+def exact(value: Tensor) -> Estimate:
+    """What is known without an error."""
+    never = torch.zeros_like(value, dtype=torch.bool)
+    return Estimate(value, torch.zeros_like(value), never, never)
+
+
 def representable(value: Tensor) -> Tensor:
     return value.to(torch.float32).to(torch.float64) == value
 

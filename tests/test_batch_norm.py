@@ -95,9 +95,8 @@ def check(case: BatchNormCase) -> None:
 
     sigma = (variance.double() + reference.single(case.eps)).sqrt()
     factor = 1 / sigma if weight is None else weight.double() / sigma
-    never = torch.zeros_like(factor, dtype=torch.bool)
-    scale = reference.Estimate(factor, 4 * reference.U32 * factor.abs(), never, never)
-    distance = reference.add(exact(rows(x.double())), -mean.double())
+    scale = reference.exact(factor).with_value(factor, 4 * reference.U32 * factor.abs())
+    distance = reference.add(reference.exact(rows(x.double())), -mean.double())
     normed = reference.multiply_estimates(distance, scale)
     expected = reference.epilogue(case, normed, bias, None if other is None else rows(other))
     out_dtype = DTYPES[case.out or case.input]
@@ -107,11 +106,6 @@ def check(case: BatchNormCase) -> None:
 def rows(x: Tensor) -> Tensor:
     """[images * positions, channels]"""
     return x.movedim(1, -1).reshape(math.prod((x.shape[0], *x.shape[2:])), x.shape[1])
-
-
-def exact(x: Tensor) -> reference.Estimate:
-    never = torch.zeros_like(x, dtype=torch.bool)
-    return reference.Estimate(x, torch.zeros_like(x), never, never)
 
 
 FAMILY = Family("batch_norm", BatchNormCase, sample, check)

@@ -34,15 +34,10 @@ DOUBLE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def exact(value: Tensor) -> reference.Estimate:
-    false = torch.zeros_like(value, dtype=torch.bool)
-    return reference.Estimate(value, torch.zeros_like(value), false, false)
-
-
 @pytest.mark.parametrize("name", sorted(DOUBLE_ACTIVATIONS))
 def test_activation_is_torchs(name: str) -> None:
     x = torch.linspace(-12, 12, 4001, dtype=torch.float64)
-    estimate = reference.activate(exact(x), name, 0.25, 0.5)
+    estimate = reference.activate(reference.exact(x), name, 0.25, 0.5)
     torch.testing.assert_close(estimate.value, DOUBLE_ACTIVATIONS[name](x), rtol=1e-14, atol=1e-14)
     slope = (estimate.value.diff() / x.diff()).abs().max().item()
     assert slope <= reference.ACTIVATIONS[name][1] + 1e-9, "the Lipschitz constant is too small"
@@ -55,7 +50,7 @@ def test_fp32_activation_of_torch_is_within_the_bound(name: str) -> None:
         return
     x = torch.cat([torch.linspace(-30, 30, 20001), torch.randn(5000) * 1e-3, torch.tensor([math.nan, 0.0])])
     got = DOUBLE_ACTIVATIONS[name](x).reshape(1, -1)
-    expected = reference.activate(exact(x.double().reshape(1, -1)), name, 0.25, 0.5)
+    expected = reference.activate(reference.exact(x.double().reshape(1, -1)), name, 0.25, 0.5)
     expect_values("torch's", got, expected, tuple(got.shape), torch.float32)
 
 
@@ -63,7 +58,7 @@ def test_fp32_activation_of_torch_is_within_the_bound(name: str) -> None:
 @pytest.mark.parametrize("n", [1, 2, 33, 700])
 def test_row_norm_is_torchs(kind: str, n: int) -> None:
     x, weight, bias = torch.randn(9, n, dtype=torch.float64) + 3, torch.randn(n), torch.randn(n)
-    got = reference.row_norm(exact(x), kind, weight, bias, 1e-5).value
+    got = reference.row_norm(reference.exact(x), kind, weight, bias, 1e-5).value
     if kind == "layer_norm":
         expected = F.layer_norm(x, (n,), weight.double(), bias.double(), reference.single(1e-5))
     else:
@@ -141,10 +136,12 @@ def test_mutants_are_caught(kind: str, dtype: torch.dtype, k: int) -> None:
 def test_quantised_mutants_are_caught() -> None:
     value = torch.arange(-20, 20).double().reshape(1, -1) / 2
     right = (value.round() + 1).to(torch.int8)
-    expect_values("the right result", right, exact(value), (1, 40), torch.int8, scale=1.0, zero_point=1)
+    expect_values("the right result", right, reference.exact(value), (1, 40), torch.int8, scale=1.0, zero_point=1)
     for wrong in ((value + 1).round(), (value + 0.5).floor() + 1, value.trunc() + 1, value.round()):
         with pytest.raises(AssertionError, match="wrong"):
-            expect_values("a mutant", wrong.to(torch.int8), exact(value), (1, 40), torch.int8, scale=1.0, zero_point=1)
+            expect_values(
+                "a mutant", wrong.to(torch.int8), reference.exact(value), (1, 40), torch.int8, scale=1.0, zero_point=1
+            )
 
 
 def test_what_is_left_of_a_product_with_a_flushed_factor_may_be_flushed_too() -> None:
@@ -157,18 +154,18 @@ def test_what_is_left_of_a_product_with_a_flushed_factor_may_be_flushed_too() ->
         expect_values("a right result", got, quarter, (1, 1), torch.bfloat16, flushes=True)
     got = torch.tensor([[0.0]], dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match="wrong"):
-        expect_values("a wrong result", got, exact(quarter.value), (1, 1), torch.bfloat16, flushes=True)
+        expect_values("a wrong result", got, reference.exact(quarter.value), (1, 1), torch.bfloat16, flushes=True)
 
 
 def test_special_values_have_one_answer() -> None:
     value = torch.tensor([[math.inf, -math.inf, math.nan, 1e30, 0.0]]).double()
     got = torch.tensor([[math.inf, -math.inf, math.nan, 1e30, 0.0]])
-    expect_values("the right result", got, exact(value), (1, 5), torch.float32)
+    expect_values("the right result", got, reference.exact(value), (1, 5), torch.float32)
     for place, wrong in ((0, -math.inf), (0, 3.4e38), (1, math.nan), (2, 0.0), (3, math.inf), (4, math.nan)):
         mutant = got.clone()
         mutant[0, place] = wrong
         with pytest.raises(AssertionError, match="wrong"):
-            expect_values("a mutant", mutant, exact(value), (1, 5), torch.float32)
+            expect_values("a mutant", mutant, reference.exact(value), (1, 5), torch.float32)
 
 
 # ---- Cases ---------------------------------------------------------------------------------------------------------

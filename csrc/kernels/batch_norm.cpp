@@ -5,6 +5,7 @@
 // and the mean is taken off first, so that one far from zero costs no accuracy.
 #include "kernels/batch_norm.h"
 
+#include "kernels/each_activation.h"
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
@@ -65,18 +66,7 @@ WriteRows* select_write(Activation activation) {
 #define XOPT_WRITE_CASE(NAME) \
   case Activation::NAME:      \
     return write_rows<Activation::NAME>;
-    XOPT_WRITE_CASE(none)
-    XOPT_WRITE_CASE(relu)
-    XOPT_WRITE_CASE(gelu_erf)
-    XOPT_WRITE_CASE(gelu_tanh)
-    XOPT_WRITE_CASE(silu)
-    XOPT_WRITE_CASE(sigmoid)
-    XOPT_WRITE_CASE(tanh)
-    XOPT_WRITE_CASE(hardswish)
-    XOPT_WRITE_CASE(hardsigmoid)
-    XOPT_WRITE_CASE(quick_gelu)
-    XOPT_WRITE_CASE(leaky_relu)
-    XOPT_WRITE_CASE(clamp)
+    XOPT_EACH_ACTIVATION(XOPT_WRITE_CASE)
 #undef XOPT_WRITE_CASE
   }
   return nullptr;

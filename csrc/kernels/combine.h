@@ -1,5 +1,6 @@
-// Sums, differences and products of two tensors, element by element and broadcast: the contract of the kernel "combine" (dtype f32,
-// that of its arithmetic; the tensors have the same of the three floating dtypes). A NaN stays one, also under a relu.
+// Sums, differences and products of two tensors, element by element and broadcast: the contract of the kernel "combine"
+// (dtype f32, that of its arithmetic; the tensors have the same of the three floating dtypes). A NaN stays one, also under
+// a relu.
 #pragma once
 
 #include "tiles/types.h"

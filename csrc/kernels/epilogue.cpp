@@ -8,6 +8,7 @@
 // AMX, and one with a gelu 80%.
 #include "kernels/epilogue.h"
 
+#include "kernels/each_activation.h"
 #include "runtime/registry.h"
 #include "tiles/any_dtype.h"
 #include "tiles/math.h"
@@ -237,18 +238,7 @@ void select_f32(const GemmCall& call, EpilogueFn** chosen) {
   case Activation::NAME:                          \
     *chosen = select_out<Activation::NAME>(call); \
     return;
-    XOPT_ACTIVATION(none)
-    XOPT_ACTIVATION(relu)
-    XOPT_ACTIVATION(gelu_erf)
-    XOPT_ACTIVATION(gelu_tanh)
-    XOPT_ACTIVATION(silu)
-    XOPT_ACTIVATION(sigmoid)
-    XOPT_ACTIVATION(tanh)
-    XOPT_ACTIVATION(hardswish)
-    XOPT_ACTIVATION(hardsigmoid)
-    XOPT_ACTIVATION(quick_gelu)
-    XOPT_ACTIVATION(leaky_relu)
-    XOPT_ACTIVATION(clamp)
+    XOPT_EACH_ACTIVATION(XOPT_ACTIVATION)
 #undef XOPT_ACTIVATION
   }
 }

@@ -66,8 +66,7 @@ Tensor batch_norm(Stack stack) {
   call.mean = column_vector(kOp, "mean", &arguments.mean, call.channels);
   call.variance = column_vector(kOp, "variance", &arguments.variance, call.channels);
   call.weight = column_vector(kOp, "weight", &arguments.weight, call.channels);
-  if (!(arguments.eps >= 0)) fail(kOp, "eps", "expected a number of at least 0, got ", arguments.eps);
-  call.eps = static_cast<float>(arguments.eps);
+  call.eps = checked_eps(kOp, arguments.eps);
   call.epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
   Tensor out = conv_output(kOp, &arguments.bias, &arguments.fused, input.sizes(), input.dims(), &call.epilogue);
   if (out.numel() == 0) return out;

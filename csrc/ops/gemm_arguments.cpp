@@ -215,6 +215,11 @@ ColumnVector column_vector(const char* op, const char* name, Tensor* tensor, int
   return {tensor->data(), dtype};
 }
 
+float checked_eps(const char* op, double eps) {
+  if (!(eps >= 0)) fail(op, "eps", "expected a number of at least 0, got ", eps);
+  return static_cast<float>(eps);
+}
+
 void set_other(const char* op, const char* name, Tensor* other, const Tensor& input, int64_t out_features,
                bool row_allowed, Epilogue* epilogue) {
   if (!*other) return;

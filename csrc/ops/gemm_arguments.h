@@ -39,6 +39,9 @@ Tensor empty_output(const char* op, const Tensor& input, int64_t out_features, D
 // bias and the like: [out_features] of any floating dtype, or absent.
 ColumnVector column_vector(const char* op, const char* name, Tensor* tensor, int64_t out_features);
 
+// What a norm adds to a variance.
+float checked_eps(const char* op, double eps);
+
 // `other` and its row stride. It has the shape of the output, or is a row [out_features] if that is allowed.
 void set_other(const char* op, const char* name, Tensor* other, const Tensor& input, int64_t out_features,
                bool row_allowed, Epilogue* epilogue);

@@ -86,8 +86,7 @@ Tensor group_norm(Stack stack) {
   call.weight = column_vector(kOp, "weight", &arguments.weight, call.channels);
   call.bias = column_vector(kOp, "bias", &arguments.bias, call.channels);
   set_shift(&arguments.shift, &call);
-  if (!(arguments.eps >= 0)) fail(kOp, "eps", "expected a number of at least 0, got ", arguments.eps);
-  call.eps = static_cast<float>(arguments.eps);
+  call.eps = checked_eps(kOp, arguments.eps);
   call.activation = parse_name(kOp, "activation", arguments.activation.text(), kActivations);
   call.out_dtype = arguments.out_dtype ? parse_dtype(kOp, "out_dtype", *arguments.out_dtype, kFloating) : call.dtype;
 

@@ -162,8 +162,7 @@ Pair linear_norm(Stack stack) {
   epilogue.norm = parse_name(kOp, "norm", arguments.norm.text(), kNorms);
   epilogue.norm_weight = column_vector(kOp, "norm_weight", &arguments.norm_weight, n);
   epilogue.norm_bias = column_vector(kOp, "norm_bias", &arguments.norm_bias, n);
-  if (!(arguments.eps >= 0)) fail(kOp, "eps", "expected a number of at least 0, got ", arguments.eps);
-  epilogue.norm_eps = static_cast<float>(arguments.eps);
+  epilogue.norm_eps = checked_eps(kOp, arguments.eps);
   epilogue.out_dtype = output_dtype(kOp, arguments.out_dtype, input, kFloating);
 
   const int64_t no_elements = 0;

@@ -70,8 +70,7 @@ Pair run_norm(const char* op, Norm norm, NormArguments arguments) {
   call.input = rows_view(op, "input", &input, kFloating);
   call.weight = column_vector(op, "weight", &arguments.weight, call.columns);
   call.bias = column_vector(op, "bias", &arguments.bias, call.columns);
-  if (!(arguments.eps >= 0)) fail(op, "eps", "expected a number of at least 0, got ", arguments.eps);
-  call.eps = static_cast<float>(arguments.eps);
+  call.eps = checked_eps(op, arguments.eps);
   call.weight_offset = static_cast<float>(arguments.weight_offset);
   call.out_dtype =
       arguments.out_dtype ? parse_dtype(op, "out_dtype", *arguments.out_dtype, kFloating) : call.input.dtype;

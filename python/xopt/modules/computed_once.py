@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from xopt.graph.fresh import is_fresh
 from xopt.graph.late import EFFECT
 from xopt.graph.program import generate
 from xopt.graph.record import EXAMPLE
@@ -30,13 +29,13 @@ from xopt.modules.pattern import (
     is_call,
     is_cast,
     is_told_size,
+    leaves,
     put_in_place,
     readers,
     reads_parameters,
     seen_in_views,
 )
 
-_ENLARGING = ("expand", "expand_as", "broadcast_to", torch.broadcast_to)
 _PARTS = 25  # of a program's weights, of which one may be kept
 
 
@@ -50,7 +49,7 @@ class ComputeOnce(Pattern):
         of_weights = _of_weights(graph)
         for node in [each for each in of_weights if isinstance(each.meta.get(EXAMPLE), Described)]:
             is_last = any(reader not in of_weights for reader in readers(node))
-            if not is_last or not _computes(node) or _leaves(node) or _bytes_of(node) > room:
+            if not is_last or not _computes(node) or leaves(node) or _bytes_of(node) > room:
                 continue
             room -= _bytes_of(node)
             _put(graph, node)
@@ -91,22 +90,6 @@ def _computes(node: Node) -> bool:
 def _is_part(node: Node) -> bool:
     """Whether it is taken out of another by numbers, not looked up by a tensor."""
     return is_call(node, operator.getitem) and len(node.all_input_nodes) == 1
-
-
-def _leaves(node: Node) -> bool:
-    """Whether the forward may return it, or hand it to somebody who keeps it."""
-    return any(
-        user.op == "output" or EFFECT in user.meta or (_may_be_view(user, node) and _leaves(user))
-        for user in node.users
-    )
-
-
-def _may_be_view(user: Node, node: Node) -> bool:
-    known, of = user.meta.get(EXAMPLE), node.meta.get(EXAMPLE)
-    if is_fresh(user.target) or not isinstance(known, Described) or not isinstance(of, Described):
-        return not is_fresh(user.target)
-    larger = math.prod(known.shape) > math.prod(of.shape) and not is_call(user, *_ENLARGING)
-    return known.dtype == of.dtype and not larger
 
 
 def _bytes_of(node: Node) -> int:

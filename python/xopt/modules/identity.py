@@ -20,8 +20,7 @@ from xopt.modules.pattern import (
     argument,
     calls,
     dtype_of,
-    is_call,
-    is_view,
+    leaves,
     operands,
     replace,
     shape_of,
@@ -72,14 +71,8 @@ class RepeatOnce(Pattern):
         for node in calls(graph, "repeat"):
             sizes = node.args[1:]
             plain = len(sizes) == len(shape_of(node)) == len(shape_of(node.args[0])) and not node.kwargs
-            if plain and not _is_returned(node):
+            if plain and not leaves(node):
                 replace(graph, node, repeated, node.args, {})
-
-
-def _is_returned(node: Node) -> bool:
-    """Whether the forward answers with it, be it as a view."""
-    views = (user for user in node.users if is_view(user) or is_call(user, operator.getitem))
-    return any(user.op == "output" for user in node.users) or any(map(_is_returned, views))
 
 
 @step("")

@@ -6,6 +6,7 @@ Each pattern stands in the file of the module or operator that it is about, and 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from xopt.graph.fresh import is_fresh
 from xopt.graph.late import EFFECT
 from xopt.graph.record import EXAMPLE
 from xopt.graph.steps import Described, expect
@@ -310,6 +312,31 @@ def _move_before(node: Node, source: Node, order: dict[Node, int]) -> None:
         for each in source.all_input_nodes:
             _move_before(node, each, order)
         node.prepend(source)
+
+
+_ENLARGING = ("expand", "expand_as", "broadcast_to", torch.broadcast_to)
+
+
+def leaves(node: Node) -> bool:
+    """Whether the forward may return it, or hand it to somebody who keeps it."""
+    views, waiting = {node}, [node]
+    while waiting:
+        view = waiting.pop()
+        for user in view.users:
+            if user.op == "output" or EFFECT in user.meta:
+                return True
+            if user not in views and _may_be_view(user, view):
+                views.add(user)
+                waiting.append(user)
+    return False
+
+
+def _may_be_view(user: Node, node: Node) -> bool:
+    known, of = user.meta.get(EXAMPLE), node.meta.get(EXAMPLE)
+    if is_fresh(user.target) or not isinstance(known, Described) or not isinstance(of, Described):
+        return not is_fresh(user.target)
+    larger = math.prod(known.shape) > math.prod(of.shape) and not is_call(user, *_ENLARGING)
+    return known.dtype == of.dtype and not larger
 
 
 def remove_unused(graph: Graph) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
-from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
+from xopt.ops.fakes import FLOATING, Tensor, check, empty_image, fake_of
 
 
 @fake_of("batch_norm")
@@ -33,8 +33,7 @@ def _batch_norm(
         raise RuntimeError(
             f"xopt::batch_norm: input: expected 2 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
         )
-    memory = input.new_empty((input.shape[0], *input.shape[2:], input.shape[1]), dtype=out_dtype or input.dtype)
-    return memory.movedim(-1, 1)
+    return empty_image(input, input.shape[1], input.shape[2:], out_dtype)
 
 
 @cost_of("batch_norm", category="norm", kernel="batch_norm")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
-from xopt.ops.fakes import FLOATING, Size, Tensor, ceil_div, check, fake_of
+from xopt.ops.fakes import FLOATING, Size, Tensor, ceil_div, check, empty_image, fake_of
 from xopt.ops.linear import check_packed, fitting_itemsizes, packed_bytes
 
 _PANEL = 32
@@ -75,8 +75,7 @@ def image_output(
             f" weight, got shape {list(input.shape)}"
         )
     spatial = output_sizes(input.shape[2:], weight_size[2:], stride, padding, dilation)
-    memory = input.new_empty((input.shape[0], *spatial, weight_size[0]), dtype=dtype)
-    return memory.movedim(-1, 1)
+    return empty_image(input, weight_size[0], spatial, dtype)
 
 
 def conv_work(

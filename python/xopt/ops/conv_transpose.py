@@ -10,7 +10,7 @@ import torch
 
 from xopt.ops.conv import matrix_of
 from xopt.ops.costs import Shape, Work, cost_of, joined
-from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+from xopt.ops.fakes import FLOATING, Size, Tensor, check, empty_image, fake_of
 from xopt.ops.linear import check_packed, layout_bytes
 
 
@@ -99,8 +99,7 @@ def _conv_transpose(
             f" this weight, got shape {list(input.shape)}"
         )
     spatial = output_sizes(input.shape[2:], weight_size[2:], stride, padding, output_padding, dilation)
-    memory = input.new_empty((input.shape[0], *spatial, weight_size[1] * groups), dtype=out_dtype or input.dtype)
-    return memory.movedim(-1, 1)
+    return empty_image(input, weight_size[1] * groups, spatial, out_dtype)
 
 
 @cost_of("conv_transpose", category="conv", kernel="conv")

@@ -6,7 +6,7 @@ packed weight, names of activations) is checked when the op is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,6 +22,11 @@ COPIED = (*FLOATING, torch.int8, torch.uint8, torch.int32)
 
 def ceil_div(value: Size, divisor: int) -> Size:
     return (value + divisor - 1) // divisor
+
+
+def empty_image(like: Tensor, channels: Size, spatial: Sequence[Size], dtype: torch.dtype | None = None) -> Tensor:
+    """What operators on images return: as many as there are of `like`, with the channels last in memory."""
+    return like.new_empty((like.shape[0], *spatial, channels), dtype=dtype or like.dtype).movedim(-1, 1)
 
 
 def fake_of(op: str) -> Callable[[Fake], Fake]:

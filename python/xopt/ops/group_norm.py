@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
-from xopt.ops.fakes import FLOATING, Tensor, check, fake_of
+from xopt.ops.fakes import FLOATING, Tensor, check, empty_image, fake_of
 
 
 @fake_of("group_norm")
@@ -25,8 +25,7 @@ def _group_norm(
         raise RuntimeError(
             f"xopt::group_norm: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
         )
-    memory = input.new_empty((input.shape[0], *input.shape[2:], input.shape[1]), dtype=out_dtype or input.dtype)
-    return memory.movedim(-1, 1)
+    return empty_image(input, input.shape[1], input.shape[2:], out_dtype)
 
 
 @cost_of("group_norm", category="norm", kernel="group_norm")

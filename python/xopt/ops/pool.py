@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
-from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+from xopt.ops.fakes import FLOATING, Size, Tensor, check, empty_image, fake_of
 
 
 def _output_size(size: Size, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Size:
@@ -43,13 +43,14 @@ def _pool(
     divisor: int = 0,
 ) -> Tensor:
     _check("pool", input)
-    return _empty(input, pooled_sizes(input.shape[2:], kernel_size, stride, padding, dilation, ceil_mode))
+    spatial = pooled_sizes(input.shape[2:], kernel_size, stride, padding, dilation, ceil_mode)
+    return empty_image(input, input.shape[1], spatial)
 
 
 @fake_of("adaptive_pool")
 def _adaptive_pool(input: Tensor, kind: str, output_size: Sequence[int]) -> Tensor:
     _check("adaptive_pool", input)
-    return _empty(input, output_size)
+    return empty_image(input, input.shape[1], output_size)
 
 
 def _check(op: str, input: Tensor) -> None:
@@ -58,10 +59,6 @@ def _check(op: str, input: Tensor) -> None:
         raise RuntimeError(
             f"xopt::{op}: input: expected 3 to 5 dimensions [images, channels, spatial...], got {input.dim()}"
         )
-
-
-def _empty(input: Tensor, spatial: Sequence[Size]) -> Tensor:
-    return input.new_empty((input.shape[0], *spatial, input.shape[1])).movedim(-1, 1)
 
 
 @cost_of("pool", category="reduction", kernel="pool")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xopt.ops.costs import Shape, Work, cost_of, joined
-from xopt.ops.fakes import FLOATING, Size, Tensor, check, fake_of
+from xopt.ops.fakes import FLOATING, Size, Tensor, check, empty_image, fake_of
 
 
 @fake_of("upsample")
@@ -26,7 +26,7 @@ def _upsample(
         )
     if len(size) != input.dim() - 2:
         raise RuntimeError(f"xopt::upsample: size: expected {input.dim() - 2} numbers, got {len(size)}")
-    return input.new_empty((input.shape[0], *size, input.shape[1])).movedim(-1, 1)
+    return empty_image(input, input.shape[1], size)
 
 
 @cost_of("upsample", category="pointwise", kernel="upsample")
