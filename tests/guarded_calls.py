@@ -288,6 +288,17 @@ def combine_calls(caller: Caller, first: int, second: int, columns: int, dtype: 
     )
 
 
+def pointwise_calls(caller: Caller, first: int, second: int, columns: int, dtype: torch.dtype) -> None:
+    where = f"{first}x{second}x{columns} {dtype}"
+    whole, factor = torch.randn(first, second, columns).to(dtype), torch.randn(first, 1, columns)
+    rows = torch.randn(first, second, 1).to(dtype)
+
+    def pointwise(*inputs: Tensor) -> Tensor:
+        return torch.as_tensor(torch.ops.xopt.pointwise(inputs, "mul:x0:x1;silu:v0;add:v1:x2;sub:v2:x3", dtype))
+
+    caller.call(f"pointwise {where}", pointwise, whole, factor, rows, whole + 1)
+
+
 def recurrent_calls(caller: Caller, batch: int, units: int, features: int, dtype: torch.dtype) -> None:
     from xopt.modules.packed_parameter import PackedParameter
 
@@ -337,6 +348,7 @@ def main(mode: str) -> None:
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             concat_calls(caller, m, n, k, dtype)
             combine_calls(caller, m, n, k, dtype)
+            pointwise_calls(caller, m, n, k, dtype)
             batch_norm_calls(caller, m, n, dtype)
             recurrent_calls(caller, m, n, k, dtype)
             norm_calls(caller, m, n, dtype, FLOATS[index % 3])

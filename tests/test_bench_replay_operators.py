@@ -103,6 +103,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "attention, one of a text": lambda: attention(1, 300, one_sees_all=True),
     "concat": lambda: ops.concat([torch.randn(1, 4, 9, 8), torch.randn(1, 1, 4, 8).transpose(1, 2)], -2),
     "combine": lambda: ops.combine(image(2, 8, 6, 5), torch.randn(2, 8, 1, 1), "mul"),
+    "pointwise": lambda: ops.pointwise(
+        [image(2, 8, 6, 5), torch.randn(8, 1, 1)], "mul:x0:x1;leaky_relu:v0:0.1;add:v1:0.5", torch.bfloat16
+    ),
     "conv": lambda: conv(1, F32),
     "conv, depthwise": lambda: conv(8, F32),
     "conv, depthwise bf16": lambda: conv(8, torch.bfloat16),

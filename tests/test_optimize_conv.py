@@ -266,7 +266,7 @@ def test_switches() -> None:
     norms = ["batch_norm+relu", "batch_norm+relu", "batch_norm+add+relu"]
     cases: dict[str, list[str]] = {
         "conv_bn_folding": norms,
-        "fuse_conv": ["conv+batch_norm"] * 3,
+        "fuse_conv": [*["conv+batch_norm"] * 3, "add+relu"],
         "conv_prepack": norms,
     }
     for switch, fused in cases.items():

@@ -33,6 +33,7 @@ CHAINABLE = (
     "rotary",
     "concat",
     "combine",
+    "pointwise",
 )
 IMAGES = ("conv", "pool", "adaptive_pool", "batch_norm", "group_norm")
 RUNS = 4

@@ -52,9 +52,10 @@ def run_family(name: str, count: int = CASES, dtype: str | None = None) -> None:
 
 LINEAR = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
 IMAGES = ("conv", "batch_norm", "group_norm", "pool", "adaptive_pool", "upsample")
+OTHERS = ("norm", "softmax", "rotary", "concat", "combine", "pointwise", "attention")
 
 
-@pytest.mark.parametrize("name", [*LINEAR, *IMAGES, "norm", "softmax", "rotary", "concat", "combine", "attention"])
+@pytest.mark.parametrize("name", [*LINEAR, *IMAGES, *OTHERS])
 def test_operators_against_float64(name: str) -> None:
     with sycl.device("cpu"):
         run_family(name)

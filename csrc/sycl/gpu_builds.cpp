@@ -17,7 +17,7 @@ std::vector<Build> gpu_builds(const TileShape& tile) {
   }
   builds.push_back({"gemv_weight_only.sycl", gemv_options(tile.n, kGpuSplits)});
   for (const char* source : {"norm.sycl", "softmax.sycl", "rotary.sycl", "conv_depthwise.sycl", "batch_norm.sycl",
-                             "group_norm.sycl", "pool.sycl", "upsample.sycl"})
+                             "group_norm.sycl", "pointwise.sycl", "pool.sycl", "upsample.sycl"})
     builds.push_back({source, lane_options(tile.n)});
   return builds;
 }

@@ -101,6 +101,8 @@ class Config:
     """An image that is padded, rolled and cut into windows (Swin) is copied once, and once on the way back."""
     fuse_rotary: bool = True
     """Rotary position embeddings of queries and keys become one step."""
+    fuse_pointwise: bool = True
+    """Arithmetic on each value that nothing else has taken along is done in one pass over memory."""
     replace_dropout_with_identity: bool = True
     """Dropout, which does nothing outside training, does not stand between fused steps."""
     autocast: bool = True

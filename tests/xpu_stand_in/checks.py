@@ -23,9 +23,10 @@ ops = torch.ops.xopt
 
 PRODUCTS = ("linear", "linear_gated", "linear_norm", "qlinear", "weight_only")
 FAMILIES = (*PRODUCTS, "conv", "batch_norm", "group_norm", "pool", "adaptive_pool", "upsample")
+OTHERS = ("norm", "softmax", "rotary", "concat", "combine", "pointwise", "attention")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "norm", "softmax", "rotary", "concat", "combine", "attention"])
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_operators_against_float64(name: str) -> None:
     family = find_family(name)
 

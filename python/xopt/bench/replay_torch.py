@@ -117,6 +117,20 @@ def _combine(named: Named) -> Tensor:
     return combined.relu() if named.get("relu") else combined
 
 
+def _pointwise(named: Named) -> Tensor:
+    """One function of torch's after the other."""
+    known: dict[str, Any] = {f"x{place}": each for place, each in enumerate(named["inputs"])}
+    for place, step in enumerate(named["steps"].split(";")):
+        how, *given = step.split(":")
+        values = [known[each] if each in known else float(each) for each in given]
+        function: Any = getattr(torch, how, None) or getattr(F, how, None) or _ACTIVATIONS.get(how)
+        if function is None:
+            raise UnavailableError(f"{how} is not one of torch's functions")
+        result: Tensor = function(*values)
+        known[f"v{place}"] = result
+    return result.to(named.get("out_dtype") or named["inputs"][0].dtype)
+
+
 def _window_partition(named: Named) -> Tensor:
     image, (height, width) = named["image"], named["window"]
     bottom, right = -image.shape[1] % height, -image.shape[2] % width
@@ -151,6 +165,7 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "upsample": _upsample,
     "concat": _concat,
     "combine": _combine,
+    "pointwise": _pointwise,
     "batch_norm": _batch_norm,
     "window_partition": _window_partition,
     "window_merge": _window_merge,

@@ -52,7 +52,7 @@ def activation_of(node: Any) -> tuple[Node, dict[str, Any]] | None:
     if not isinstance(node, Node) or not node.args:
         return None
     source = node.args[0]
-    found = _named(node) or _parametrized(node)
+    found = plain_activation(node)
     if found is not None and isinstance(source, Node):
         return source, found
     for name, written_out in (("gelu_tanh", _gelu_written_out), *_GATED_BY_ITSELF):
@@ -60,6 +60,11 @@ def activation_of(node: Any) -> tuple[Node, dict[str, Any]] | None:
         if expanded is not None:
             return expanded, {"activation": name}
     return None
+
+
+def plain_activation(node: Node) -> dict[str, Any] | None:
+    """Which one a single step is, of what it is given first."""
+    return _named(node) or _parametrized(node)
 
 
 def _named(node: Node) -> dict[str, Any] | None:

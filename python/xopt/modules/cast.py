@@ -13,6 +13,7 @@ from xopt.modules.pattern import (
     Pattern,
     dtype_of,
     is_cast,
+    is_view,
     only_reader,
     put_in_place,
     readers,
@@ -20,6 +21,8 @@ from xopt.modules.pattern import (
     writes_any_dtype,
 )
 from xopt.ops.fakes import FLOATING
+
+_HALVES = {torch.bfloat16, torch.float16}
 
 
 class WriteCast(Pattern):
@@ -45,13 +48,31 @@ class WriteRounded(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in graph.nodes:
-            found = readers(node)
-            if not found or not writes_any_dtype(node) or dtype_of(node) != torch.float32:
-                continue
-            dtypes = {rounded_to(node, reader) for reader in found}
-            if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
-                node.kwargs = {**node.kwargs, "out_dtype": dtypes.pop()}
-                node.meta[EXAMPLE] = node.meta[EXAMPLE]._replace(dtype=node.kwargs["out_dtype"])
+            write_rounded(node)
+
+
+def write_rounded(node: Node) -> None:
+    if not writes_any_dtype(node) or dtype_of(node) != torch.float32:
+        return
+    dtypes, views = _rounded(node)
+    if len(dtypes) == 1 and dtypes <= _HALVES:
+        node.kwargs = {**node.kwargs, "out_dtype": dtypes.pop()}
+        for each in (node, *views):
+            each.meta[EXAMPLE] = each.meta[EXAMPLE]._replace(dtype=node.kwargs["out_dtype"])
+
+
+def _rounded(node: Node) -> tuple[set[torch.dtype | None], list[Node]]:
+    """The dtypes in which a result is read, be it through views, and these."""
+    dtypes: set[torch.dtype | None] = set()
+    views: list[Node] = []
+    for reader in readers(node):
+        if is_view(reader) and reader.args[0] is node and reader.all_input_nodes == [node]:
+            found, more = _rounded(reader)
+            dtypes |= found
+            views += [reader, *more]
+        else:
+            dtypes.add(rounded_to(node, reader))
+    return dtypes, views
 
 
 def _says_no_more(cast: Node) -> bool:

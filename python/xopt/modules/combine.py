@@ -72,7 +72,7 @@ def _is_spread(part: Any, whole: Node) -> bool:
 
 @step("")
 def combined(first: torch.Tensor, second: torch.Tensor, *, how: str) -> torch.Tensor:
-    if first.is_cpu and second.is_cpu and _are_broadcast(first.shape, second.shape):
+    if first.is_cpu and second.is_cpu and are_broadcast(first.shape, second.shape):
         return _combine(first, second, how)  # type: ignore[no-any-return]
     return HOW[how](first, second)
 
@@ -95,21 +95,22 @@ def _call_of(how: str = "", relu: bool = False) -> Callable[..., Call | None]:
         one, other = seen.value(first), seen.value(second)
         if one is None or other is None:
             return None
-        return Call("combine", (one, other, how, relu), one, _broadcast, others=(other,), fits=_are_broadcast)
+        return Call("combine", (one, other, how, relu), one, broadcast, others=(other,), fits=are_broadcast)
 
     return tell
 
 
-def _from_last(first: Shape, second: Shape) -> list[tuple[int, int]]:
-    return [*zip_longest(reversed(first), reversed(second), fillvalue=1)]
+def _from_last(*shapes: Shape) -> list[tuple[int, ...]]:
+    return [*zip_longest(*map(reversed, shapes), fillvalue=1)]
 
 
-def _broadcast(first: Shape, second: Shape) -> Shape:
-    return tuple(other if one == 1 else one for one, other in reversed(_from_last(first, second)))
+def broadcast(*shapes: Shape) -> Shape:
+    """The shape to which all of these are broadcast."""
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in reversed(_from_last(*shapes)))
 
 
-def _are_broadcast(first: Shape, second: Shape) -> bool:
-    return all(one == other or 1 in (one, other) for one, other in _from_last(first, second))
+def are_broadcast(*shapes: Shape) -> bool:
+    return all(len({*sizes} - {1}) <= 1 for sizes in _from_last(*shapes))
 
 
 chainable(*ADD, where=_combines, is_torchs=True)(_call_of("add", relu=False))

@@ -84,7 +84,7 @@ def reads_parameters(node: Node) -> bool:
 def rounded_to(node: Any, reader: Node) -> torch.dtype | None:
     """The dtype in which alone a step reads another's result; None: it may read more of it."""
     arguments = [*reader.args, *reader.kwargs.values()]
-    if reader.target not in _rounds_input or arguments.index(node) != 1 or arguments.count(node) > 1:
+    if reader.target not in _rounds_input or arguments[1] is not node or arguments.count(node) > 1:
         return None
     module: Any = reader.args[0]
     weight = module.meta[EXAMPLE]._parameters.get("weight")

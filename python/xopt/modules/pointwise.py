@@ -1,0 +1,273 @@
+"""Arithmetic on each value that nothing else has taken along (activations behind sums and splits, products with
+numbers, casts between), several steps at a time in one pass over memory, and as links of chains.
+
+Steps of one shape that lead to one result are one call. What lies between them is not rounded, and neither are casts
+from one floating dtype to another there.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from xopt.modules.activation import ACTIVATIONS, plain_activation
+from xopt.modules.cast import write_rounded
+from xopt.modules.chain import Call, Seen, chainable
+from xopt.modules.combine import are_broadcast, broadcast, combined, relu_of_sum
+from xopt.modules.pattern import (
+    ADD,
+    DIVIDE,
+    MULTIPLY,
+    SUBTRACT,
+    Pattern,
+    argument,
+    dtype_of,
+    is_call,
+    is_cast,
+    operands,
+    put_in_place,
+    shape_of,
+    step,
+)
+from xopt.ops.fakes import FLOATING
+from xopt.ops.pointwise import MOST_INPUTS, MOST_STEPS
+
+_FEW, _FEW_OF_ONE = 8192, 65536  # values of several steps or one, up to which an operator costs more than torch's
+_MOST_DIMS = 8  # that the operator knows
+_pointwise = torch.ops.xopt.pointwise.default
+
+PLAIN: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "abs": torch.abs,
+    "sqrt": torch.sqrt,
+    "exp": torch.exp,
+}
+_BINARY = {"add": ADD, "sub": SUBTRACT, "mul": MULTIPLY, "div": DIVIDE}
+_POWER = (operator.pow, torch.pow, "pow", "__pow__")
+_UNARY = {"abs": (torch.abs, "abs"), "sqrt": (torch.sqrt, "sqrt"), "exp": (torch.exp, "exp")}
+
+
+class _Step(NamedTuple):
+    how: str
+    of: tuple[Any, ...]
+    """Nodes, numbers, or `_LAST`."""
+    numbers: tuple[float, ...] = ()
+
+
+_LAST = object()
+"""What the step before, of the same node, has given."""
+
+
+# ---- What runs -------------------------------------------------------------------------------------------------------
+
+
+def computed(inputs: Sequence[Tensor], steps: str) -> Tensor:
+    """By torch; of several steps none rounds but to fp32."""
+    functions = _functions(steps)
+    if len(functions) > 1:
+        inputs = [each.float() for each in inputs]
+    values: dict[str | float, Any] = {f"x{place}": each for place, each in enumerate(inputs)}
+    for place, (function, given, numbers) in enumerate(functions):
+        operands = [each if isinstance(each, float) else values[each] for each in given]
+        values[f"v{place}"] = function(*operands, *numbers)
+    result: Tensor = values[f"v{len(functions) - 1}"]
+    return result
+
+
+@cache
+def _functions(steps: str) -> list[tuple[Callable[..., Tensor], list[str | float], tuple[float, ...]]]:
+    """Of each step torch's function, what it takes, and an activation's two numbers."""
+    found: list[tuple[Callable[..., Tensor], list[str | float], tuple[float, ...]]] = []
+    for each in steps.split(";"):
+        how, *texts = each.split(":")
+        given: list[str | float] = [text if text[0] in "xv" else float(text) for text in texts]
+        if how in PLAIN:
+            found.append((PLAIN[how], given, ()))
+        else:
+            numbers = (*map(float, texts[1:]), 0.0, 0.0)
+            found.append((ACTIVATIONS[how], given[:1], numbers[:2]))
+    return found
+
+
+def _label(kwargs: dict[str, Any]) -> str:
+    steps = kwargs["steps"].split(";")
+    return "+".join(each.split(":")[0] for each in steps) if len(steps) > 1 else ""
+
+
+@step(_label, writes_any_dtype=True)
+def pointwise(inputs: tuple[Tensor, ...], *, steps: str, out_dtype: torch.dtype) -> Tensor:
+    enough = _FEW if ";" in steps else _FEW_OF_ONE
+    if max([each.numel() for each in inputs]) >= enough and inputs[0].is_cpu:
+        try:
+            return _pointwise(inputs, steps, out_dtype)  # type: ignore[no-any-return]
+        except RuntimeError:
+            if are_broadcast(*[each.shape for each in inputs]):
+                raise
+    return computed(inputs, steps).to(out_dtype)  # with torch's error, where shapes do not go together
+
+
+@chainable(pointwise, where=lambda node: True, is_torchs=True)
+def _pointwise_call(seen: Seen, inputs: tuple[Any, ...], *, steps: str, out_dtype: torch.dtype) -> Call | None:
+    values = [value for value in map(seen.value, inputs) if value is not None]
+    if len(values) < len(inputs):
+        return None
+    others = tuple(values[1:])
+    arguments = (tuple(values), steps, out_dtype)
+    return Call("pointwise", arguments, values[0], broadcast, others=others, fits=are_broadcast)
+
+
+# ---- What is found ---------------------------------------------------------------------------------------------------
+
+
+class FindPointwise(Pattern):
+    stage: ClassVar[int] = 8  # behind all that takes such steps along, or computes them once
+    switch: ClassVar[str] = "fuse_pointwise"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in reversed(list(graph.nodes)):
+            if node.users and _steps_of(node) is not None:
+                group = _group_of(node)
+                if _is_worth_it(group):
+                    _replace(graph, node, group)
+
+
+def _is_floating(node: Any) -> bool:
+    return isinstance(node, Node) and dtype_of(node) in FLOATING and len(shape_of(node)) <= _MOST_DIMS
+
+
+def _steps_of(node: Any) -> list[_Step] | None:
+    """What a node computes, step by step; of a cast nothing. None: something else."""
+    if not _is_floating(node) or node.op not in ("call_function", "call_method"):
+        return None
+    steps = [] if is_cast(node) else _found_steps(node)
+    if steps is None or (not steps and not _is_floating(node.args[0])):
+        return None
+    values = [each for each_step in steps for each in each_step.of]
+    known = all(each is _LAST or _is_floating(each) or type(each) in (int, float) for each in values)
+    return steps if known and all(map(math.isfinite, (each for each in values if type(each) is float))) else None
+
+
+def _found_steps(node: Node) -> list[_Step] | None:
+    if node.target is combined and not node.kwargs.keys() - {"how"}:
+        return [_Step(str(node.kwargs["how"]), node.args)]
+    if node.target is relu_of_sum:
+        return [_Step("add", node.args), _Step("relu", (_LAST,))]
+    for how, targets in _BINARY.items():
+        found = operands(node, targets)
+        if found is not None:
+            return [_Step(how, found)]
+    if is_call(node, torch.addcmul) and len(node.args) == 3 and not node.kwargs:
+        return [_Step("mul", node.args[1:]), _Step("add", (node.args[0], _LAST))]
+    return _found_of_one(node)
+
+
+def _found_of_one(node: Node) -> list[_Step] | None:
+    if not node.args or not isinstance(node.args[0], Node):
+        return None
+    value = node.args[0]
+    for how, targets in _UNARY.items():
+        if is_call(node, *targets) and len(node.args) == 1 and not node.kwargs:
+            return [_Step(how, (value,))]
+    if is_call(node, operator.neg, torch.neg, "neg", "__neg__"):
+        return [_Step("mul", (value, -1.0))]
+    if is_call(node, torch.rsqrt, "rsqrt") and len(node.args) == 1:
+        return [_Step("sqrt", (value,)), _Step("div", (1.0, _LAST))]
+    if is_call(node, torch.square, "square") or (is_call(node, *_POWER) and argument(node, 1, "exponent") == 2):
+        return [_Step("mul", (value, value))]
+    found = plain_activation(node)
+    if found is None:
+        return None
+    numbers = tuple(found[name] for name in ("alpha", "beta") if name in found)
+    return [_Step(found["activation"], (value,), numbers)] if all(map(math.isfinite, numbers)) else None
+
+
+def _group_of(last: Node) -> list[Node]:
+    """The nodes that lead to a node and to nothing else, in the graph's order."""
+    members = {last: _steps_of(last) or []}
+    waiting = list(last.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        steps = _steps_of(node)
+        if (
+            node in members
+            or steps is None
+            or shape_of(node) != shape_of(last)
+            or not members.keys() >= set(node.users)
+        ):
+            continue
+        members[node] = steps
+        if len(_inputs_of(members)) > MOST_INPUTS or sum(map(len, members.values())) > MOST_STEPS:
+            del members[node]
+            continue
+        waiting += node.all_input_nodes
+    return [node for node in last.graph.nodes if node in members] if len(members) > 1 else [last]
+
+
+def _inputs_of(members: dict[Node, list[_Step]]) -> list[Node]:
+    return list(dict.fromkeys(each for node in members for each in node.all_input_nodes if each not in members))
+
+
+def _in_order(last: Node, members: dict[Node, list[_Step]]) -> list[Node]:
+    """Inputs as the last step meets them, since the first ones tell how its result lies in memory."""
+    found: dict[Node, None] = {}
+    seen: set[Node] = set()
+    waiting: list[Any] = [last]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in members:
+            found[node] = None
+            continue
+        steps = members[node]
+        given = [each for each_step in reversed(steps) for each in each_step.of] if steps else node.all_input_nodes
+        waiting += [each for each in reversed(given) if isinstance(each, Node)]
+    return list(found)
+
+
+def _is_worth_it(group: list[Node]) -> bool:
+    """Not what is a link of a chain as it is."""
+    steps = [each for node in group for each in _steps_of(node) or []]
+    if not steps or len(_inputs_of({node: [] for node in group})) > MOST_INPUTS:
+        return False
+    return len(group) > 1 or not _is_link(group[0], steps)
+
+
+def _is_link(node: Node, steps: list[_Step]) -> bool:
+    if node.target in (combined, relu_of_sum):
+        return True
+    plain = len(steps) == 1 and steps[0].how in ("add", "sub", "mul")
+    return plain and all(dtype_of(each) == dtype_of(node) for each in steps[0].of)
+
+
+def _replace(graph: Graph, last: Node, group: list[Node]) -> None:
+    members = {node: _steps_of(node) or [] for node in group}
+    inputs = _in_order(last, members)
+    texts: dict[Any, str] = {each: f"x{place}" for place, each in enumerate(inputs)}
+    lines: list[str] = []
+    for node, steps in members.items():
+        if not steps:  # a cast
+            texts[node] = texts[node.all_input_nodes[0]]
+        for each in steps:
+            given = [texts[value] if value in texts else repr(float(value)) for value in each.of]
+            lines.append(":".join([each.how, *given, *map(repr, each.numbers)]))
+            texts[_LAST] = texts[node] = f"v{len(lines) - 1}"
+    with graph.inserting_before(last):
+        new = graph.call_function(pointwise, (tuple(inputs),), {"steps": ";".join(lines), "out_dtype": dtype_of(last)})
+    put_in_place(graph, last, new)
+    for node in reversed(group):
+        if node is not last:
+            graph.erase_node(node)
+    write_rounded(new)
