@@ -210,7 +210,7 @@ def test_all_products_run_on_packed_weights(kind: Callable[[], nn.Module], dtype
         x = torch.randn(*sizes, IN)
         with torch.no_grad():
             expect_close(optimized(x), source, x, dtype)
-    counted = flop_by_op(optimized, torch.randn(2, 6, IN)).keys() - {"xopt.layer_norm"}
+    counted = flop_by_op(optimized, torch.randn(2, 6, IN)).keys() - {"xopt.layer_norm", "xopt.pointwise"}
     assert counted == {"xopt.linear"}
 
 
