@@ -313,6 +313,24 @@ def test_what_else_is_wanted_stays() -> None:
 
 
 @torch.no_grad()
+def test_casts_that_say_more_than_a_dtype_stay() -> None:
+    """Another tensor's dtype, a layout, the bits of a float."""
+
+    class Casts(Model):
+        def between(self, one: Tensor, other: Tensor) -> Tensor:
+            sum = (one * 0.5 + other).type_as(self.scale).exp()
+            image = (sum[None, :, :, None] * 2.0).to(dtype=torch.float32, memory_format=torch.channels_last)
+            bits = (other.abs() * 0.25 + 1.0).view(torch.int32)
+            return image[0, :, :, 0] * 3.0 - bits.sign().float()
+
+    source = Casts().eval()
+    model = xopt.optimize(source, dtype=torch.float32)
+    for _ in range(3):
+        x = torch.randn(300, 24)
+        torch.testing.assert_close(model(x), source(x), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_more_than_an_operator_takes() -> None:
     class Many(Model):
         def between(self, one: Tensor, other: Tensor) -> Tensor:

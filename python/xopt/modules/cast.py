@@ -66,7 +66,7 @@ def _rounded(node: Node) -> tuple[set[torch.dtype | None], list[Node]]:
     dtypes: set[torch.dtype | None] = set()
     views: list[Node] = []
     for reader in readers(node):
-        if is_view(reader) and reader.args[0] is node and reader.all_input_nodes == [node]:
+        if is_view(reader) and reader.all_input_nodes == [node] and dtype_of(reader) == dtype_of(node):
             found, more = _rounded(reader)
             dtypes |= found
             views += [reader, *more]

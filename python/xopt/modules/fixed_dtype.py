@@ -29,7 +29,7 @@ def has_fixed_dtype(node: Node) -> bool:
     return "out_dtype" in node.kwargs or all(map(has_fixed_dtype, node.all_input_nodes))
 
 
-def _names_a_dtype(cast: Node) -> bool:
+def names_a_dtype(cast: Node) -> bool:
     """And nothing else: no device, no layout, no wish for a copy."""
     return all(isinstance(each, torch.dtype) for each in _told(cast))
 
@@ -45,7 +45,7 @@ class DropCast(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in list(graph.nodes):
-            source: Any = node.args[0] if is_cast(node) and _names_a_dtype(node) else None
+            source: Any = node.args[0] if is_cast(node) and names_a_dtype(node) else None
             if source is not None and dtype_of(node) == dtype_of(source) and has_fixed_dtype(source):
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)

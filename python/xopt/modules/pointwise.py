@@ -21,6 +21,7 @@ from xopt.modules.activation import ACTIVATIONS, plain_activation
 from xopt.modules.cast import write_rounded
 from xopt.modules.chain import Call, Seen, chainable
 from xopt.modules.combine import are_broadcast, broadcast, combined, relu_of_sum
+from xopt.modules.fixed_dtype import names_a_dtype
 from xopt.modules.pattern import (
     ADD,
     DIVIDE,
@@ -150,7 +151,7 @@ def _steps_of(node: Any) -> list[_Step] | None:
     """What a node computes, step by step; of a cast nothing. None: something else."""
     if not _is_floating(node) or node.op not in ("call_function", "call_method"):
         return None
-    steps = [] if is_cast(node) else _found_steps(node)
+    steps = [] if is_cast(node) and names_a_dtype(node) else _found_steps(node)
     if steps is None or (not steps and not _is_floating(node.args[0])):
         return None
     values = [each for each_step in steps for each in each_step.of]
