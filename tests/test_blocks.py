@@ -203,7 +203,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "positions": (lambda: Positions(apart=False), ["linear+relu"]),  # the other one is computed once
     "positions apart": (lambda: Positions(apart=True), ["linear+relu"]),
     "padding with nothing": (lambda: Mlp(lambda x: torch.relu(functional.pad(x, (0, 0, 0, 0)))), ["linear+relu"]),
-    "assembled": (Assembled, ["linear+relu", "add+mul", "div+add"]),
+    "assembled": (Assembled, ["linear+relu"]),
     "number as a tensor": (lambda: Mlp(lambda x: torch.relu(x) * torch.tensor(2.0)), ["linear+relu"]),
     "by size": (BySize, ["linear+relu"]),
     "tokens": (Tokens, ["add+layer_norm"]),

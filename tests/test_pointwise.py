@@ -331,6 +331,28 @@ def test_casts_that_say_more_than_a_dtype_stay() -> None:
 
 
 @torch.no_grad()
+def test_a_few_values_that_no_chain_reaches_stay_torchs() -> None:
+    """A scan over time, whose steps an operator's calls would slow down."""
+
+    class Scan(Model):
+        def between(self, one: Tensor, other: Tensor) -> Tensor:
+            state, seen = torch.zeros_like(one[:, 0]), []
+            for place in range(16):
+                state = torch.maximum(state, one[:, place]) * 0.9 + other[:, place].exp()
+                seen.append(state)
+            return torch.stack([*seen, *seen], -1)
+
+    source = Scan().eval()
+    model = xopt.optimize(source, dtype=torch.float32)
+    for _ in range(3):
+        x, before = torch.randn(300, 24), pointwise_calls()
+        torch.testing.assert_close(model(x), source(x), atol=1e-5, rtol=1e-5)
+        assert pointwise_calls() == before
+    (fusion,) = xopt.report(model).fusions
+    assert not any("mul" in label for label in fusion.fused)
+
+
+@torch.no_grad()
 def test_more_than_an_operator_takes() -> None:
     class Many(Model):
         def between(self, one: Tensor, other: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ def unet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 MODELS = {
     unet: {"gemm", "conv", "group_norm", "pool", "upsample"},
-    bert: {"gemm", "combine", "attention", "norm"},  # of embeddings
+    bert: {"gemm", "pointwise", "attention", "norm"},  # of embeddings
     vit: {"gemm", "conv", "concat", "combine", "attention", "norm"},  # patches of an image are a convolution
     llama: {"gemm", "concat", "attention", "norm", "rotary"},  # with a cache that it makes
     resnet: {"gemm", "conv", "pool"},

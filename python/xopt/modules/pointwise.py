@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from xopt.modules.activation import ACTIVATIONS, plain_activation
 from xopt.modules.cast import write_rounded
-from xopt.modules.chain import Call, Seen, chainable
+from xopt.modules.chain import Call, Linkable, Seen, chainable, linkables
 from xopt.modules.combine import are_broadcast, broadcast, combined, relu_of_sum
 from xopt.modules.fixed_dtype import names_a_dtype
 from xopt.modules.pattern import (
@@ -40,7 +40,10 @@ from xopt.modules.pattern import (
 from xopt.ops.fakes import FLOATING
 from xopt.ops.pointwise import MOST_INPUTS, MOST_STEPS
 
-_FEW, _FEW_OF_ONE = 8192, 65536  # values of several steps or one, up to which an operator costs more than torch's
+# Values of several steps or one, up to which an operator costs more than torch's; and up to which, outside of chains,
+# several steps are better left as they were (a loop over time).
+_FEW, _FEW_OF_ONE = 8192, 65536
+_FEW_APART = 32768
 _MOST_DIMS = 8  # that the operator knows
 _pointwise = torch.ops.xopt.pointwise.default
 
@@ -239,11 +242,47 @@ def _in_order(last: Node, members: dict[Node, list[_Step]]) -> list[Node]:
 
 
 def _is_worth_it(group: list[Node]) -> bool:
-    """Not what is a link of a chain as it is."""
+    """Not what is a link of a chain as it is, nor a few values that no chain will reach."""
     steps = [each for node in group for each in _steps_of(node) or []]
     if not steps or len(_inputs_of({node: [] for node in group})) > MOST_INPUTS:
         return False
-    return len(group) > 1 or not _is_link(group[0], steps)
+    if len(group) == 1 and _is_link(group[0], steps):
+        return False
+    few = _FEW_APART if len(steps) > 1 else _FEW_OF_ONE
+    return math.prod(shape_of(group[-1])) >= few or _is_beside_link(group)
+
+
+def _is_beside_link(group: list[Node]) -> bool:
+    """Whether all that it is computed from, or all that comes of it, is a chain's, be it through views."""
+    before = {each for node in group for each in node.all_input_nodes if each not in group and each.op != "get_attr"}
+    behind = {user for node in group for user in node.users if user not in group}
+    return all(map(_comes_of_link, before)) or all(map(_leads_to_link, behind))
+
+
+def _comes_of_link(node: Any) -> bool:
+    while _is_chains_view(node):
+        node = node.args[0]
+    return _computes(node)
+
+
+def _leads_to_link(node: Node) -> bool:
+    return all(map(_leads_to_link, node.users)) if _is_chains_view(node) else _computes(node)
+
+
+def _is_chains_view(node: Any) -> bool:
+    kind = _kind_of(node)
+    is_part = is_call(node, operator.getitem) and type(node.args[1]) is int
+    return is_part or (kind is not None and kind.is_view)
+
+
+def _computes(node: Any) -> bool:
+    kind = _kind_of(node)
+    return kind is not None and not kind.is_torchs and not kind.is_view
+
+
+def _kind_of(node: Any) -> Linkable | None:
+    kind = linkables.get(node.target) if isinstance(node, Node) else None
+    return kind if kind is not None and kind.where(node) else None
 
 
 def _is_link(node: Node, steps: list[_Step]) -> bool:
