@@ -26,9 +26,9 @@ file(GLOB device_sources RELATIVE "${PROJECT_SOURCE_DIR}/csrc" CONFIGURE_DEPENDS
      "${PROJECT_SOURCE_DIR}/csrc/sycl/device/*")
 # What device sources include of the host's, over however many steps: headers without torch and containers.
 list(APPEND device_sources kernels/attention.h kernels/batch_norm.h kernels/combine.h kernels/concat.h kernels/conv.h
-     kernels/convert.h kernels/gemm.h kernels/group_norm.h kernels/norm.h kernels/packed.h kernels/pointwise.h kernels/pool.h
-     kernels/rotary.h
-     kernels/softmax.h kernels/upsample.h kernels/weight_only.h runtime/tuning.h tiles/layout.h tiles/types.h)
+     kernels/convert.h kernels/gemm.h kernels/group_norm.h kernels/norm.h kernels/packed.h kernels/pointwise.h
+     kernels/pool.h kernels/rotary.h kernels/softmax.h kernels/upsample.h kernels/weight_only.h runtime/tuning.h
+     tiles/layout.h tiles/types.h)
 set(source_table "// Made by cmake/sycl.cmake of the files named in it.\n#include \"sycl/sources.h\"\n\n")
 string(APPEND source_table "namespace xopt::sycl_device {\n\nconst Source kSources[] = {\n")
 foreach(source IN LISTS device_sources)

@@ -129,6 +129,11 @@ def kernel_calls() -> dict[str, int]:
     return {f"{record['name']} {record['dtype']} {record['isa']}": record["calls"] for record in _C.kernels()}
 
 
+def calls_of(kernel: str) -> int:
+    """How often a kernel was run, of whatever dtype and level."""
+    return sum(calls for name, calls in kernel_calls().items() if name.startswith(f"{kernel} "))
+
+
 # ---- Checks that every family makes --------------------------------------------------------------------------------
 
 

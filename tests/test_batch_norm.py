@@ -17,7 +17,7 @@ import xopt
 from tests import cases, reference
 from tests.cases import DTYPES
 from tests.conv_cases import LAYOUTS, image, joined, numbers
-from tests.families import Family, expect_values, kernel_calls
+from tests.families import Family, calls_of, expect_values
 from tests.test_chain_programs import lengths_of_chains
 from tests.test_linear import sample_activation
 
@@ -241,7 +241,7 @@ def test_blocks(make: Any, dtype: torch.dtype) -> None:
 
 
 def norms_run() -> int:
-    return sum(calls for name, calls in kernel_calls().items() if name.startswith("batch_norm "))
+    return calls_of("batch_norm")
 
 
 def test_a_norm_breaks_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:

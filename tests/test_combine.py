@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import xopt
-from tests.families import Family, kernel_calls
+from tests.families import Family, calls_of
 from tests.test_concat import LAYOUTS, laid_out
 from xopt.ops.combine import HOW
 from xopt.ops.fakes import FLOATING
@@ -154,7 +154,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def combined() -> int:
-    return sum(calls for name, calls in kernel_calls().items() if name.startswith("combine "))
+    return calls_of("combine")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import xopt
-from tests.families import Family, expect_equal, kernel_calls
+from tests.families import Family, calls_of, expect_equal
 from tests.test_chain_programs import watch_chains
 from xopt.ops.fakes import COPIED
 
@@ -174,7 +174,7 @@ class Branches(nn.Module):
 
 
 def copies() -> int:
-    return sum(calls for name, calls in kernel_calls().items() if name.startswith("concat "))
+    return calls_of("concat")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

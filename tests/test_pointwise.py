@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import xopt
-from tests.families import Family, kernel_calls
+from tests.families import Family, calls_of
 from tests.test_concat import LAYOUTS, laid_out
 from xopt.modules.activation import ACTIVATIONS
 from xopt.modules.pointwise import PLAIN
@@ -267,7 +267,7 @@ class Written(Model):
 
 
 def pointwise_calls() -> int:
-    return sum(calls for name, calls in kernel_calls().items() if name.startswith("pointwise "))
+    return calls_of("pointwise")
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import xopt
-from tests.families import kernel_calls
+from tests.families import calls_of
 
 
 class Splits(nn.Module):
@@ -71,7 +71,7 @@ CONFIG = xopt.Config(fuse_pointwise=False)  # which would make one of several su
 
 
 def sums() -> int:
-    return sum(calls for name, calls in kernel_calls().items() if name.startswith("combine "))
+    return calls_of("combine")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

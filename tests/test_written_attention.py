@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import xopt
-from tests.families import kernel_calls
+from tests.families import calls_of
 
 Tensor = torch.Tensor
 WIDTH, HEADS, DEPTH = 64, 4, 16
@@ -228,7 +228,7 @@ def test_attention_written_out(attend: Callable[..., Any], dtype: torch.dtype) -
 
 
 def attention_runs() -> int:
-    return sum(calls for name, calls in kernel_calls().items() if name.startswith("attention "))
+    return calls_of("attention")
 
 
 def test_a_row_in_which_all_keys_are_hidden() -> None:

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/each_activation.h"
 #include "ops/tuned.h"
 #include "ops/xpu_weights.h"
 #include "runtime/registry.h"
@@ -16,18 +17,9 @@ constexpr int64_t kMaxDims = 64;
 constexpr uintptr_t kPackedAlignment = 64;
 
 constexpr NamedValue<Activation> kActivations[] = {
-    {"none", Activation::none},
-    {"relu", Activation::relu},
-    {"gelu_erf", Activation::gelu_erf},
-    {"gelu_tanh", Activation::gelu_tanh},
-    {"silu", Activation::silu},
-    {"sigmoid", Activation::sigmoid},
-    {"tanh", Activation::tanh},
-    {"hardswish", Activation::hardswish},
-    {"hardsigmoid", Activation::hardsigmoid},
-    {"quick_gelu", Activation::quick_gelu},
-    {"leaky_relu", Activation::leaky_relu},
-    {"clamp", Activation::clamp},
+#define XOPT_NAMED_ACTIVATION(NAME) {#NAME, Activation::NAME},
+    XOPT_EACH_ACTIVATION(XOPT_NAMED_ACTIVATION)
+#undef XOPT_NAMED_ACTIVATION
 };
 constexpr NamedValue<Binary> kBinaries[] = {{"none", Binary::none}, {"add", Binary::add}, {"mul", Binary::mul}};
 

@@ -1,12 +1,13 @@
 // xopt::pointwise: some steps of arithmetic on tensors that are broadcast to one shape, as one pass over memory.
 #include "kernels/pointwise.h"
 
-#include <charconv>
 #include <iterator>
 
+#include "kernels/each_activation.h"
 #include "ops/broadcast.h"
 #include "ops/noted_call.h"
 #include "ops/prepared.h"
+#include "ops/text.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -25,47 +26,24 @@ struct Known {
   int numbers = 0;
 };
 
-constexpr Known activation(Activation of, int numbers = 0) { return {PointwiseStep::activation, of, 1, numbers}; }
+constexpr Known activation(Activation of) {
+  return {PointwiseStep::activation, of, 1, of == Activation::clamp ? 2 : of == Activation::leaky_relu ? 1 : 0};
+}
 constexpr Known plain(PointwiseStep how, int operands) { return {how, Activation::none, operands}; }
 
 constexpr NamedValue<Known> kSteps[] = {
-    {"add", plain(PointwiseStep::add, 2)},
-    {"sub", plain(PointwiseStep::sub, 2)},
-    {"mul", plain(PointwiseStep::mul, 2)},
-    {"div", plain(PointwiseStep::div, 2)},
-    {"abs", plain(PointwiseStep::abs, 1)},
-    {"sqrt", plain(PointwiseStep::sqrt, 1)},
+    {"add", plain(PointwiseStep::add, 2)},   {"sub", plain(PointwiseStep::sub, 2)},
+    {"mul", plain(PointwiseStep::mul, 2)},   {"div", plain(PointwiseStep::div, 2)},
+    {"abs", plain(PointwiseStep::abs, 1)},   {"sqrt", plain(PointwiseStep::sqrt, 1)},
     {"exp", plain(PointwiseStep::exp, 1)},
-    {"relu", activation(Activation::relu)},
-    {"gelu_erf", activation(Activation::gelu_erf)},
-    {"gelu_tanh", activation(Activation::gelu_tanh)},
-    {"silu", activation(Activation::silu)},
-    {"sigmoid", activation(Activation::sigmoid)},
-    {"tanh", activation(Activation::tanh)},
-    {"hardswish", activation(Activation::hardswish)},
-    {"hardsigmoid", activation(Activation::hardsigmoid)},
-    {"quick_gelu", activation(Activation::quick_gelu)},
-    {"leaky_relu", activation(Activation::leaky_relu, 1)},
-    {"clamp", activation(Activation::clamp, 2)},
+#define XOPT_ACTIVATION_STEP(NAME) {#NAME, activation(Activation::NAME)},
+    XOPT_EACH_FUNCTION(XOPT_ACTIVATION_STEP)
+#undef XOPT_ACTIVATION_STEP
 };
-
-// What stands before the next separator.
-std::string_view take(std::string_view* text, char separator) {
-  const size_t end = text->find(separator);
-  const std::string_view taken = text->substr(0, end);
-  *text = end == std::string_view::npos ? std::string_view() : text->substr(end + 1);
-  return taken;
-}
-
-template <class Number>
-bool is_number(std::string_view text, Number* value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
-  return error == std::errc() && end == text.data() + text.size();
-}
 
 float read_number(std::string_view text, std::string_view step) {
   double number = 0.0;
-  if (!is_number(text, &number)) fail(kOp, "steps", "expected a number in '", step, "', got '", text, "'");
+  if (!read(text, &number)) fail(kOp, "steps", "expected a number in '", step, "', got '", text, "'");
   return static_cast<float>(number);
 }
 
@@ -76,7 +54,7 @@ PointwiseCall::Operand read_operand(std::string_view text, std::string_view step
   if (!is_input && (text.empty() || text.front() != 'v')) return {In::number, 0, read_number(text, step)};
   int place = -1;
   const int count = is_input ? inputs : steps;
-  if (!is_number(text.substr(1), &place) || place < 0 || place >= count) {
+  if (!read(text.substr(1), &place) || place < 0 || place >= count) {
     fail(kOp, "steps", "expected one of ", count, is_input ? " inputs" : " steps before it", " in '", step, "', got '",
          text, "'");
   }

@@ -2,13 +2,12 @@
 #include "ops/prepared.h"
 
 #include <algorithm>
-#include <charconv>
 #include <map>
 #include <mutex>
-#include <system_error>
 #include <unordered_map>
 
 #include "ops/check.h"
+#include "ops/text.h"
 
 namespace xopt::ops {
 namespace {
@@ -28,23 +27,6 @@ template <class... Parts>
 }
 
 // ---- From text -----------------------------------------------------------------------------------------------------
-
-// What stands before the next separator, which is taken off as well.
-std::string_view take(std::string_view* text, char separator) {
-  const size_t end = text->find(separator);
-  const std::string_view taken = text->substr(0, end);
-  *text = end == std::string_view::npos ? std::string_view() : text->substr(end + 1);
-  return taken;
-}
-
-// False where the text is no such number, or more than one. By std::from_chars, to which the locale is nothing.
-template <class Number>
-bool read(std::string_view text, Number* value) {
-  const char* begin = text.data();
-  const char* end = begin + text.size();
-  const std::from_chars_result found = std::from_chars(begin, end, *value);
-  return found.ec == std::errc() && found.ptr == end;
-}
 
 size_t read_place(std::string_view token, size_t count, const char* what) {
   int64_t place = -1;

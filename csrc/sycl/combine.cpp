@@ -2,7 +2,6 @@
 #include "kernels/combine.h"
 
 #include "sycl/stream.h"
-#include "tiles/layout.h"
 
 namespace xopt::sycl_device {
 namespace {
@@ -14,8 +13,7 @@ void combine(const CombineCall& call) {
   sycl::kernel& kernel = stream.kernel("combine", "", [&] { return lane_options(stream.lanes()); });
   int64_t items = 1;
   for (const int64_t size : call.size) items *= size;
-  const auto rounded = static_cast<size_t>(round_up(items, kItemsOfAGroup));
-  stream.launch(kernel, {{1, 1, rounded}, {1, 1, static_cast<size_t>(kItemsOfAGroup)}}, call, items);
+  stream.launch_items(kernel, items, kItemsOfAGroup, call);
   stream.finish();
 }
 

@@ -2,7 +2,6 @@
 #include "kernels/concat.h"
 
 #include "sycl/stream.h"
-#include "tiles/layout.h"
 
 namespace xopt::sycl_device {
 namespace {
@@ -16,8 +15,7 @@ void concat(const ConcatCall& call) {
     const CopiedRuns& part = call.parts[which];
     const int64_t items = part.size[0] * part.size[1] * part.size[2] * (part.run_bytes / call.unit);
     if (items == 0) continue;
-    const auto rounded = static_cast<size_t>(round_up(items, kItemsOfAGroup));
-    stream.launch(kernel, {{1, 1, rounded}, {1, 1, static_cast<size_t>(kItemsOfAGroup)}}, call, which, items);
+    stream.launch_items(kernel, items, kItemsOfAGroup, call, which);
   }
   stream.finish();
 }

@@ -26,8 +26,7 @@ void batch_norm(const BatchNormCall& call) {
   Stream& stream = Stream::current();
   sycl::kernel& kernel = stream.kernel("batch_norm", "", [&] { return lane_options(stream.lanes()); });
   const int64_t items = call.rows * call.channels;
-  const auto rounded = static_cast<size_t>(round_up(items, kItemsOfAGroup));
-  stream.launch(kernel, {{1, 1, rounded}, {1, 1, static_cast<size_t>(kItemsOfAGroup)}}, call, items);
+  stream.launch_items(kernel, items, kItemsOfAGroup, call);
   stream.finish();
 }
 

@@ -2,7 +2,6 @@
 #include "kernels/rotary.h"
 
 #include "sycl/stream.h"
-#include "tiles/layout.h"
 
 namespace xopt::sycl_device {
 namespace {
@@ -16,8 +15,7 @@ void rotary(const RotaryCall& call) {
     const int64_t columns = call.rotated / 2 + (call.depth - call.rotated);
     const int64_t items = call.batch * call.tensors[which].heads * call.positions * columns;
     if (items == 0) continue;
-    const auto rounded = static_cast<size_t>(round_up(items, kItemsOfAGroup));
-    stream.launch(kernel, {{1, 1, rounded}, {1, 1, static_cast<size_t>(kItemsOfAGroup)}}, call, which, items);
+    stream.launch_items(kernel, items, kItemsOfAGroup, call, which);
   }
   stream.finish();
 }

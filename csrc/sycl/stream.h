@@ -108,6 +108,13 @@ class Stream final : public Offload {
     });
   }
 
+  // A work-item to each item, in groups of so many. The kernel's last argument is how many items there are.
+  template <class... Arguments>
+  void launch_items(sycl::kernel& kernel, int64_t items, int64_t group, const Arguments&... arguments) {
+    const auto rounded = static_cast<size_t>(round_up(items, group));
+    launch(kernel, {{1, 1, rounded}, {1, 1, static_cast<size_t>(group)}}, arguments..., items);
+  }
+
   // Memory for what one kernel of an operator hands to its next. The next call's may be the same.
   void* scratch(int64_t bytes);
   // A copy of what an operator has on its own stack and a kernel reads, until that has run.

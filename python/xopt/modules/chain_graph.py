@@ -24,7 +24,7 @@ def chain_steps(graph: Graph) -> None:
     """Makes one step of those that nothing stands between."""
     window = _Window(graph)
     # Asked before the first chain is made: whose dtype is fixed is told by what it comes from.
-    kinds = {node: _kind_of(node) for node in graph.nodes if node.op not in ("placeholder", "get_attr")}
+    kinds = {node: kind_of(node) for node in graph.nodes if node.op not in ("placeholder", "get_attr")}
     for node, kind in kinds.items():
         if kind is not None and kind.takes_images and window.has_view(_image_of(node)):
             window.close()
@@ -41,19 +41,19 @@ def _image_of(node: Node) -> Any:
     return next((each for each in node.args if isinstance(each, Node) and each.op != "get_attr"), None)
 
 
-def _kind_of(node: Node) -> Linkable | None:
+def kind_of(node: Node) -> Linkable | None:
     """How a step is a link; None: it is none."""
     kind = linkables[node.target] if is_call(node, *linkables) else None
     if kind is None or not all(_is_operand(each) for each in node.all_input_nodes) or not kind.where(node):
         return None
-    return kind if not kind.has_parts or all(map(_is_part, node.users)) else None
+    return kind if not kind.has_parts or all(map(is_part, node.users)) else None
 
 
 def _is_operand(node: Node) -> bool:
     return node.op == "get_attr" or is_told_size(node) or dtype_of(node) is not None
 
 
-def _is_part(node: Any) -> bool:
+def is_part(node: Any) -> bool:
     return is_call(node, operator.getitem) and type(node.args[1]) is int
 
 
@@ -91,7 +91,7 @@ class _Window:
         return kind is not None and kind.is_view
 
     def has_part(self, node: Node) -> bool:
-        return _is_part(node) and self._has_parts(node.args[0])
+        return is_part(node) and self._has_parts(node.args[0])
 
     def _is_torchs(self, node: Node) -> bool:
         kind = self._kinds[node]
@@ -187,7 +187,7 @@ class _Chained:
         for node in nodes:
             args = tuple(self._told(each) for each in node.args)
             kwargs = {name: self._told(each) for name, each in node.kwargs.items()}
-            parts: list[Any] = [user.args[1] for user in node.users if _is_part(user)]
+            parts: list[Any] = [user.args[1] for user in node.users if is_part(user)]
             self.links.append(Link(node.target, args, kwargs, max(parts, default=-1) + 1))
             self._numbers[node] = len(self.links) - 1
 
@@ -205,7 +205,7 @@ class _Chained:
             return self._size(node)
         if node in self._numbers:
             return Result(self._numbers[node])
-        if _is_part(node) and source in self._numbers:
+        if is_part(node) and source in self._numbers:
             return Result(self._numbers[source], node.args[1])  # type: ignore[arg-type]
         if node not in self.given:
             self.given.append(node)

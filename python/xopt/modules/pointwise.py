@@ -19,7 +19,8 @@ from torch.fx import Graph, Node
 
 from xopt.modules.activation import ACTIVATIONS, plain_activation
 from xopt.modules.cast import write_rounded
-from xopt.modules.chain import Call, Linkable, Seen, chainable, linkables
+from xopt.modules.chain import Call, Seen, chainable
+from xopt.modules.chain_graph import is_part, kind_of
 from xopt.modules.combine import are_broadcast, broadcast, combined, relu_of_sum
 from xopt.modules.fixed_dtype import names_a_dtype
 from xopt.modules.pattern import (
@@ -140,10 +141,11 @@ class FindPointwise(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in reversed(list(graph.nodes)):
-            if node.users and _steps_of(node) is not None:
-                group = _group_of(node)
-                if _is_worth_it(group):
-                    _replace(graph, node, group)
+            steps = _steps_of(node) if node.users else None
+            if steps is not None:
+                members = _members_of(node, steps)
+                if _is_worth_it(node, members):
+                    _replace(graph, node, members)
 
 
 def _is_floating(node: Any) -> bool:
@@ -196,33 +198,28 @@ def _found_of_one(node: Node) -> list[_Step] | None:
     return [_Step(found["activation"], (value,), numbers)] if all(map(math.isfinite, numbers)) else None
 
 
-def _group_of(last: Node) -> list[Node]:
-    """The nodes that lead to a node and to nothing else, in the graph's order."""
-    members = {last: _steps_of(last) or []}
+_Members = dict[Node, list[_Step]]
+
+
+def _members_of(last: Node, steps: list[_Step]) -> _Members:
+    """The nodes that lead to a node and to nothing else, in the graph's order, and what each computes."""
+    members = {last: steps}
     waiting = list(last.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        steps = _steps_of(node)
-        if (
-            node in members
-            or steps is None
-            or shape_of(node) != shape_of(last)
-            or not members.keys() >= set(node.users)
-        ):
+        found = _steps_of(node)
+        is_apart = shape_of(node) != shape_of(last) or not members.keys() >= set(node.users)
+        if node in members or found is None or is_apart:
             continue
-        members[node] = steps
-        if len(_inputs_of(members)) > MOST_INPUTS or sum(map(len, members.values())) > MOST_STEPS:
+        members[node] = found
+        if len(_inputs_of(last, members)) > MOST_INPUTS or sum(map(len, members.values())) > MOST_STEPS:
             del members[node]
             continue
         waiting += node.all_input_nodes
-    return [node for node in last.graph.nodes if node in members] if len(members) > 1 else [last]
+    return {node: members[node] for node in last.graph.nodes if node in members} if len(members) > 1 else members
 
 
-def _inputs_of(members: dict[Node, list[_Step]]) -> list[Node]:
-    return list(dict.fromkeys(each for node in members for each in node.all_input_nodes if each not in members))
-
-
-def _in_order(last: Node, members: dict[Node, list[_Step]]) -> list[Node]:
+def _inputs_of(last: Node, members: _Members) -> list[Node]:
     """Inputs as the last step meets them, since the first ones tell how its result lies in memory."""
     found: dict[Node, None] = {}
     seen: set[Node] = set()
@@ -241,48 +238,39 @@ def _in_order(last: Node, members: dict[Node, list[_Step]]) -> list[Node]:
     return list(found)
 
 
-def _is_worth_it(group: list[Node]) -> bool:
+def _is_worth_it(last: Node, members: _Members) -> bool:
     """Not what is a link of a chain as it is, nor a few values that no chain will reach."""
-    steps = [each for node in group for each in _steps_of(node) or []]
-    if not steps or len(_inputs_of({node: [] for node in group})) > MOST_INPUTS:
+    steps = [step for found in members.values() for step in found]
+    if not steps or len(_inputs_of(last, members)) > MOST_INPUTS:
         return False
-    if len(group) == 1 and _is_link(group[0], steps):
+    if len(members) == 1 and _is_link(last, steps):
         return False
     few = _FEW_APART if len(steps) > 1 else _FEW_OF_ONE
-    return math.prod(shape_of(group[-1])) >= few or _is_beside_link(group)
+    return math.prod(shape_of(last)) >= few or _is_beside_link(last, members)
 
 
-def _is_beside_link(group: list[Node]) -> bool:
+def _is_beside_link(last: Node, members: _Members) -> bool:
     """Whether all that it is computed from, or all that comes of it, is a chain's, be it through views."""
-    before = {each for node in group for each in node.all_input_nodes if each not in group and each.op != "get_attr"}
-    behind = {user for node in group for user in node.users if user not in group}
-    return all(map(_comes_of_link, before)) or all(map(_leads_to_link, behind))
+    before = [node for node in _inputs_of(last, members) if node.op != "get_attr"]
+    return all(map(_comes_of_link, before)) or all(map(_leads_to_link, last.users))
 
 
 def _comes_of_link(node: Any) -> bool:
-    while _is_chains_view(node):
-        node = node.args[0]
-    return _computes(node)
+    return _comes_of_link(node.args[0]) if _is_chains_view(node) else _computes(node)
 
 
 def _leads_to_link(node: Node) -> bool:
     return all(map(_leads_to_link, node.users)) if _is_chains_view(node) else _computes(node)
 
 
-def _is_chains_view(node: Any) -> bool:
-    kind = _kind_of(node)
-    is_part = is_call(node, operator.getitem) and type(node.args[1]) is int
-    return is_part or (kind is not None and kind.is_view)
+def _is_chains_view(node: Node) -> bool:
+    kind = kind_of(node)
+    return is_part(node) or (kind is not None and kind.is_view)
 
 
-def _computes(node: Any) -> bool:
-    kind = _kind_of(node)
+def _computes(node: Node) -> bool:
+    kind = kind_of(node)
     return kind is not None and not kind.is_torchs and not kind.is_view
-
-
-def _kind_of(node: Any) -> Linkable | None:
-    kind = linkables.get(node.target) if isinstance(node, Node) else None
-    return kind if kind is not None and kind.where(node) else None
 
 
 def _is_link(node: Node, steps: list[_Step]) -> bool:
@@ -292,9 +280,8 @@ def _is_link(node: Node, steps: list[_Step]) -> bool:
     return plain and all(dtype_of(each) == dtype_of(node) for each in steps[0].of)
 
 
-def _replace(graph: Graph, last: Node, group: list[Node]) -> None:
-    members = {node: _steps_of(node) or [] for node in group}
-    inputs = _in_order(last, members)
+def _replace(graph: Graph, last: Node, members: _Members) -> None:
+    inputs = _inputs_of(last, members)
     texts: dict[Any, str] = {each: f"x{place}" for place, each in enumerate(inputs)}
     lines: list[str] = []
     for node, steps in members.items():
@@ -307,7 +294,7 @@ def _replace(graph: Graph, last: Node, group: list[Node]) -> None:
     with graph.inserting_before(last):
         new = graph.call_function(pointwise, (tuple(inputs),), {"steps": ";".join(lines), "out_dtype": dtype_of(last)})
     put_in_place(graph, last, new)
-    for node in reversed(group):
+    for node in reversed(members):
         if node is not last:
             graph.erase_node(node)
     write_rounded(new)
