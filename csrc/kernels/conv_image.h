@@ -39,32 +39,34 @@ struct ImagePlan {
   bool chosen(const ConvCall& call) const {
     const PatchesView& v = call.input;
     if (call.tuning.path == TunedPath::patches || v.channels == 0 || !has_blocks) return false;
-    if (image.run_elements() % (Block::kTileK / kTileRows) != 0 || !rows_stay_in_l1(v)) return false;
+    if (image.run_elements() % (Block::kTileK / kTileRows) != 0 || !rows_stay_in_l1(v, blocks.block_rows)) return false;
     return !copies || (overlaps(v) && two_lines_fit(v));
   }
 
-  // Of the image itself: rows of a line of outputs each.
-  static RowBlocks blocks_of_lines(const ConvCall& call) {
-    return RowBlocks::of_lines(product_call(call, 0).m, call.input.out[2], Block::kRows);
+  // Of the image itself: rows of a line of outputs each, as many as stay in L1.
+  RowBlocks blocks_of_lines(const ConvCall& call) const {
+    const int64_t rows = product_call(call, 0).m, width = call.input.out[2];
+    for (int64_t most = Block::kRows; leaves_out_rows<Block>(most); --most) {
+      const RowBlocks cut = RowBlocks::of_lines(rows, width, most);
+      if (rows_stay_in_l1(call.input, cut.block_rows)) return cut;
+    }
+    return RowBlocks::of_lines(rows, width, Block::kRows);
   }
   // Whether blocks do with what is in the image.
   bool reads_image(const PatchesView& v) const {
     return leaves_out_rows<Block>(blocks.least_rows()) && is_as_it_multiplies(v) && image.stays_inside();
   }
 
-  // Of a copy: rows within a line of outputs, as many as a block takes, or about as many; or those of two lines, if blocks
-  // finish their sums; else pairs that share a pointer, which do not lie in different lines. 0: there is no such block.
+  // Of a copy: rows within a line of outputs, as many as a block takes, or about as many; else pairs that share a pointer,
+  // which do not lie in different lines. 0: there is no such block.
   static int64_t rows_of_copy(const ConvCall& call) {
     const int64_t width = call.input.out[2];
     int64_t rows = Block::kRows;
     while (leaves_out_rows<Block>(rows) && width % rows != 0) --rows;
     if (leaves_out_rows<Block>(rows)) return rows;
-    if (width % kRowsOfPointer == 0) {
-      const int64_t even = RowBlocks(product_call(call, 0).m, Block::kRows, true).block_rows;
-      return round_up(even, int64_t{kRowsOfPointer});
-    }
-    const bool finishes = finishes_simply(product_call(call, 0), Block::kFinishedDType);
-    return finishes && 2 * width == Block::kRows ? Block::kRows : 0;
+    if (width % kRowsOfPointer != 0) return 0;
+    const int64_t even = RowBlocks(product_call(call, 0).m, Block::kRows, true).block_rows;
+    return round_up(even, int64_t{kRowsOfPointer});
   }
 
   // Whether values of the image are what a block multiplies.
@@ -75,10 +77,10 @@ struct ImagePlan {
   }
 
   // Beside their weights, while panels pass.
-  bool rows_stay_in_l1(const PatchesView& v) const {
+  bool rows_stay_in_l1(const PatchesView& v, int64_t rows) const {
     constexpr int64_t kElement = sizeof(typename Block::A), kRowBytes = Block::kMaxTiles * Block::kTileK * kElement;
     const int64_t bytes = minimum(kRowBytes, v.kernel[2] * v.channels * kElement), step = image.row_step() * kElement;
-    return step <= bytes || stay_in_l1(Block::kRows, bytes, step);
+    return step <= bytes || stay_in_l1(rows, bytes, step);
   }
 
   // Blocks of a line, next to each other, whose pixels stay in L2 from line to line beside the weights. Weights that do not

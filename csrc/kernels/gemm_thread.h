@@ -320,10 +320,7 @@ class GemmThread {
       const int64_t row = plan_.first_row(place.rb), k_tiles = block.k_tiles;
       auto finish = finish_of<typename Block::Round>(call_.epilogue, columns_, row, row - out_row_offset_, 0);
       if (place.kb + 1 == plan_.k_blocks) block.finish = &finish;
-      if constexpr (View::kInPlace) {
-        view_.set_pieces(place.kb, &block);
-        finish.set_pair_distance(view_.pair_distance());
-      }
+      if constexpr (View::kInPlace) view_.set_pieces(place.kb, &block);
       const int64_t pieces = block.k_tiles;
       run_panels(place, &block, &finish, [&](int64_t panel) {
         block.k_tiles = k_tiles;

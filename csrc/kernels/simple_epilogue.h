@@ -37,12 +37,12 @@ template <class Out>
 Finish<Out> finish_of(const Epilogue& e, const EpilogueStrip& strip, int64_t row, int64_t out_row, int64_t first) {
   Finish<Out> finish;
   finish.out = static_cast<Out*>(e.out) + out_row * e.out_row_stride + strip.column + first;
-  finish.out_stride = finish.out_pair = e.out_row_stride;
+  finish.out_stride = e.out_row_stride;
   finish.bias = strip.bias + first;
   finish.scale = strip.scale != nullptr ? strip.scale + first : nullptr;
   if (e.binary == Binary::add) {
     finish.other = static_cast<const Out*>(e.other) + row * e.other_row_stride + strip.column + first;
-    finish.other_stride = finish.other_pair = e.other_row_stride;
+    finish.other_stride = e.other_row_stride;
     finish.clamp_last = e.activation_last;
   }
   finish.clamps = e.activation != Activation::none;  // of those that are simple

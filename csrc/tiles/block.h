@@ -95,10 +95,8 @@ struct BlockCall {
   // from `a` to the first; the other follows by a_stride.
   const Piece* pieces = nullptr;
   const int64_t* a_rows = nullptr;
-  // Whether the first row begins a line of outputs (kFirstOutside), and the last one ends it (kLastOutside). If rows are of
-  // two lines in turns, it is the first two, and the last.
+  // Whether the first row begins a line of outputs (kFirstOutside), and the last one ends it (kLastOutside).
   uint8_t outside = 0;
-  bool in_two_lines = false;
   // Columns that have a part of the values along k to themselves, as many of each piece's as they are: narrow groups of a
   // convolution. Pieces are then those of the first columns. 0: all columns take all values.
   int64_t diagonal = 0;

@@ -44,6 +44,8 @@ struct FmaBlock {
   using Round = typename Weight::Round;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 6;
+  // Of a line of outputs. With four, 1280 channels of 8 x 8 took 1.07 times as long as with patches and their zeros.
+  static constexpr int64_t kLeastLineRows = 5;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr bool kFinishes = true;

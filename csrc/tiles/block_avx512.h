@@ -109,6 +109,8 @@ struct FmaBlock {
   using Round = typename Weight::Round;
   static constexpr bool kIsInt = Acc(0.5) == 0;
   static constexpr int64_t kRows = 14;
+  // Of a line of outputs. Seven rows multiply as fast as 14 do: 14 sums are more than are under way at a time.
+  static constexpr int64_t kLeastLineRows = 7;
   static constexpr bool kBackground = false;
   static constexpr bool kEvenRows = true;
   static constexpr bool kFinishes = true;

@@ -89,16 +89,9 @@ XOPT_INLINE void multiply_some(const uint8_t* stop, const uint8_t** tile, Rows& 
   }
 }
 template <class Block, int Unrolled, int V, int R, class Rows, class Step>
-XOPT_INLINE void multiply_inside(const BlockCall& call, const Piece& piece, const uint8_t* stop, const uint8_t** tile,
-                                 Rows& a, F (&acc)[V][R], const Step& step) {
-  const bool first = (piece.outside & kFirstOutside) != 0;
-  if (R == Block::kRows && call.in_two_lines) {
-    if (first) {
-      multiply_some<Block, Unrolled, 2, 0>(stop, tile, a, acc, step);
-    } else {
-      multiply_some<Block, Unrolled, 0, 2>(stop, tile, a, acc, step);
-    }
-  } else if (first) {
+XOPT_INLINE void multiply_inside(const Piece& piece, const uint8_t* stop, const uint8_t** tile, Rows& a, F (&acc)[V][R],
+                                 const Step& step) {
+  if ((piece.outside & kFirstOutside) != 0) {
     multiply_some<Block, Unrolled, 1, 0>(stop, tile, a, acc, step);
   } else {
     multiply_some<Block, Unrolled, 0, 1>(stop, tile, a, acc, step);
@@ -107,7 +100,7 @@ XOPT_INLINE void multiply_inside(const BlockCall& call, const Piece& piece, cons
 // Whether blocks of so many rows do.
 template <class Block>
 constexpr bool leaves_out_rows(int64_t rows) {
-  return rows * 6 >= Block::kRows * 5;
+  return rows >= Block::kLeastLineRows;
 }
 
 // The end of the tiles, or pieces, whose products are one chain of sums.
@@ -154,7 +147,7 @@ XOPT_INLINE void multiply_tiles(const BlockCall& call, int64_t begin, int64_t en
     const uint8_t* stop = tile + tiles * 2 * kTileBytes;
     if constexpr (leaves_out_rows<Block>(R)) {
       if (piece != nullptr && (piece->outside & call.outside) != 0) {
-        multiply_inside<Block, Unrolled>(call, *piece, stop, &tile, a, acc, step);
+        multiply_inside<Block, Unrolled>(*piece, stop, &tile, a, acc, step);
       }
     }
     for (; tile != stop; tile += 2 * kTileBytes) {

@@ -15,25 +15,15 @@ namespace xopt::XOPT_ISA {
 template <class Out>
 struct Finish {
   Out* out = nullptr;
-  int64_t out_stride = 0;        // elements, as all others: from the first row of a pair to the second
-  int64_t out_pair = 0;          // and from there to the next pair
+  int64_t out_stride = 0;        // elements, as all others
   const float* bias = nullptr;   // of all columns, up to a multiple of kWidth
   const float* scale = nullptr;  // likewise; nullptr: 1
   const Out* other = nullptr;
-  int64_t other_stride = 0, other_pair = 0;
+  int64_t other_stride = 0;
   bool clamp_last = false;
   bool clamps = false;  // else low and high are not looked at
   float low = -std::numeric_limits<float>::infinity(), high = std::numeric_limits<float>::infinity();
   int64_t columns = 0;
-
-  // The second row of each pair is so many rows of the output behind the first; pairs follow each other.
-  XOPT_INLINE void set_pair_distance(int64_t rows) {
-    const int64_t back = rows == 1 ? 1 : 1 - rows;
-    out_pair = back * out_stride;
-    out_stride *= rows;
-    other_pair = back * other_stride;
-    other_stride *= rows;
-  }
 
   XOPT_INLINE void skip(int64_t count) {
     out += count;
@@ -49,7 +39,7 @@ XOPT_INLINE void add_other(const Finish<Out>& f, int64_t rows, int64_t column, F
   const Out* other = f.other + column;
   asm("" : "+r"(other));  // GCC would keep a place for each row, in memory
 #pragma GCC unroll 14
-  for (int r = 0; r < R; other += r++ % 2 == 0 ? f.other_stride : f.other_pair) {
+  for (int r = 0; r < R; ++r, other += f.other_stride) {
     if (r < rows) x[r] = add(x[r], load(other));
   }
 }
@@ -76,7 +66,7 @@ XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t colu
   Out* out = f.out + column;
   asm("" : "+r"(out));
 #pragma GCC unroll 14
-  for (int r = 0; r < R; out += r++ % 2 == 0 ? f.out_stride : f.out_pair) {
+  for (int r = 0; r < R; ++r, out += f.out_stride) {
     if (r < rows) store(out, x[r]);
   }
 }
@@ -98,8 +88,8 @@ template <class Out>
     if (f.clamps) y = min(high, max(low, y));
     if (other != nullptr && !f.clamp_last) y = add(y, load_first(other, count));
     store_first(out, y, count);
-    out += r % 2 == 0 ? f.out_stride : f.out_pair;
-    if (other != nullptr) other += r % 2 == 0 ? f.other_stride : f.other_pair;
+    out += f.out_stride;
+    if (other != nullptr) other += f.other_stride;
   }
 }
 

@@ -119,7 +119,6 @@ class ImageRows {
     block->pieces = pieces_.data + k_block * pieces_.most;
     block->k_tiles = pieces_.counts[k_block];
     block->outside = outside_;
-    block->in_two_lines = in_two_lines_;
     block->diagonal = diagonal_;
     if (lines_inside_.count() == view_.kernel[1]) return;
     int64_t count = 0;
@@ -147,9 +146,7 @@ class ImageRows {
     if ((next_.column + rows) % columns == 0) outside_ |= kLastOutside;
     first_ = next_;
     rows_ = rows;
-    in_two_lines_ = rows == 2 * columns && columns % kRowsOfPointer != 0;
     next_row_ = row + rows;
-    if (in_two_lines_) return set_two_lines(row, offsets);
     step_bytes_ = row_step() * element_;
     const int64_t step = kRowsOfPointer * step_bytes_;
     int64_t offset = offset_of(next_);
@@ -179,8 +176,6 @@ class ImageRows {
     const int64_t count = ceil_div(bytes * rows_, 64 * steps * shares);
     return {data_ + at + bytes * (first_.column * parts + rows_ * part) / shares, 64 * count, 64, count};
   }
-  // How many rows of the output the second row of a pair lies behind the first.
-  int64_t pair_distance() const { return in_two_lines_ ? view_.out[2] : 1; }
 
  private:
   struct Place {
@@ -191,13 +186,6 @@ class ImageRows {
     int64_t image, plane, line, pixel, origin;
   };
 
-  // Rows of two lines with an odd number of outputs, in turns from one and the other.
-  void set_two_lines(int64_t row, int64_t* offsets) {
-    const int64_t columns = view_.out[2], first = offset_of(next_);
-    step_bytes_ = offset_of(place_of(row + columns)) - first;
-    for (int64_t column = 0; column < columns; ++column) offsets[column] = first + column * row_step() * element_;
-    next_ = place_of(row + 2 * columns);
-  }
   // Outputs at the beginning of a line, and at its end, for which a column of the kernel lies outside of the image.
   int64_t outside_before(int64_t column) const {
     const int64_t pixels = view_.padding[2] - column * view_.dilation[2];
@@ -315,7 +303,6 @@ class ImageRows {
   // Of the rows that set_rows was told of:
   Lines lines_inside_{};  // of the kernel
   uint8_t outside_ = 0;
-  bool in_two_lines_ = false;
   int64_t step_bytes_ = 0, rows_ = 0, next_row_ = -1;
   Place first_{}, next_{};  // of the first, and of the row after them
 };
