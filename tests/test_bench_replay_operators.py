@@ -13,6 +13,8 @@ import xopt
 from xopt.bench import replay
 from xopt.bench.replay_contender import RECORDED, blockings_of, levels_of
 from xopt.bench.replay_operands import operands_of
+from xopt.bench.replay_torch import torch_contenders
+from xopt.modules.activation import ACTIVATIONS
 from xopt.profiling import Profile
 
 ops = torch.ops.xopt
@@ -176,6 +178,15 @@ def test_it_is_replayed_at_each_level_and_by_each_blocking(name: str, monkeypatc
     assert kernel_level(kernel) in levels_of(kernel) or name == "packed_rows"  # which has no instances
     if name.startswith(("attention", "conv", "qconv", "linear,", "qlinear")):
         assert len(instances) > len(levels_of(kernel))
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS.keys() - {"leaky_relu", "clamp"}))  # those with parameters
+def test_torch_replays_each_activation(activation: str) -> None:
+    values = 3 * torch.randn(1, 8, 4, 4)
+    named = {"input": values, "groups": 4, "activation": activation}
+    expected = ACTIVATIONS[activation](torch.nn.functional.group_norm(values, 4), 0.0, 0.0)
+    (contender,) = torch_contenders({"operator": "xopt::group_norm"}, lambda: named, all_instances=False)
+    torch.testing.assert_close(contender.run(named), expected)
 
 
 def recorded(taken: Profile, operator: str) -> dict[str, Any]:

@@ -152,7 +152,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "gelu_erf": F.gelu,
+    "gelu_tanh": lambda values: F.gelu(values, approximate="tanh"),
+    "quick_gelu": lambda values: values * torch.sigmoid(1.702 * values),
     "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
 }
 _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "matmul": _matmul,
