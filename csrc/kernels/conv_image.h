@@ -57,13 +57,16 @@ struct ImagePlan {
     return leaves_out_rows<Block>(blocks.least_rows()) && is_as_it_multiplies(v) && image.stays_inside();
   }
 
-  // Of a copy: rows within a line of outputs, as many as a block takes, or about as many; else pairs that share a pointer,
-  // which do not lie in different lines. 0: there is no such block.
+  // Of a copy: rows within a line of outputs, as many as a block takes, or about as many (blocks of eight lost 4 to 10% in
+  // lines of 64 and 128), or a whole short line; else pairs that share a pointer, which do not lie in different lines.
+  // 0: there is no such block.
   static int64_t rows_of_copy(const ConvCall& call) {
     const int64_t width = call.input.out[2];
-    int64_t rows = Block::kRows;
-    while (leaves_out_rows<Block>(rows) && width % rows != 0) --rows;
-    if (leaves_out_rows<Block>(rows)) return rows;
+    constexpr int64_t kLeastRows = (Block::kRows * 5 + 5) / 6;
+    for (int64_t rows = Block::kRows; rows >= kLeastRows; --rows) {
+      if (width % rows == 0) return rows;
+    }
+    if (width <= Block::kRows && leaves_out_rows<Block>(width)) return width;
     if (width % kRowsOfPointer != 0) return 0;
     const int64_t even = RowBlocks(product_call(call, 0).m, Block::kRows, true).block_rows;
     return round_up(even, int64_t{kRowsOfPointer});
