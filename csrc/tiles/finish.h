@@ -37,9 +37,9 @@ struct Finish {
 template <int R, class Out>
 XOPT_INLINE void add_other(const Finish<Out>& f, int64_t rows, int64_t column, F (&x)[R]) {
   const Out* other = f.other + column;
-  asm("" : "+r"(other));  // GCC would keep a place for each row, in memory
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r, other += f.other_stride) {
+    asm("" : "+r"(other));  // GCC would keep a place for each row, in memory
     if (r < rows) x[r] = add(x[r], load(other));
   }
 }
@@ -64,9 +64,9 @@ XOPT_INLINE void finish_columns(const Finish<Out>& f, int64_t rows, int64_t colu
   }
   if (f.other != nullptr && !f.clamp_last) add_other(f, rows, column, x);
   Out* out = f.out + column;
-  asm("" : "+r"(out));
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r, out += f.out_stride) {
+    asm("" : "+r"(out));
     if (r < rows) store(out, x[r]);
   }
 }
