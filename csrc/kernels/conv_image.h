@@ -62,7 +62,7 @@ struct ImagePlan {
   // 0: there is no such block.
   static int64_t rows_of_copy(const ConvCall& call) {
     const int64_t width = call.input.out[2];
-    constexpr int64_t kLeastRows = (Block::kRows * 5 + 5) / 6;
+    constexpr int64_t kLeastRows = Block::kRows - Block::kRows / 6;
     for (int64_t rows = Block::kRows; rows >= kLeastRows; --rows) {
       if (width % rows == 0) return rows;
     }

@@ -147,8 +147,7 @@ class ImageRows {
     first_ = next_;
     rows_ = rows;
     next_row_ = row + rows;
-    step_bytes_ = row_step() * element_;
-    const int64_t step = kRowsOfPointer * step_bytes_;
+    const int64_t step = kRowsOfPointer * step_bytes();
     int64_t offset = offset_of(next_);
     for (int64_t begin = 0; begin < rows; begin += kRowsOfPointer) {
       *offsets++ = offset;
@@ -160,7 +159,7 @@ class ImageRows {
       offset = offset_of(next_);
     }
   }
-  int64_t step_bytes() const { return step_bytes_; }
+  int64_t step_bytes() const { return row_step() * element_; }
 
   // Lines that the next line of outputs is the first to read out of the image: of these rows' share, the part-th of so many
   // parts, over some steps. A copy has been fetched by being made.
@@ -303,7 +302,7 @@ class ImageRows {
   // Of the rows that set_rows was told of:
   Lines lines_inside_{};  // of the kernel
   uint8_t outside_ = 0;
-  int64_t step_bytes_ = 0, rows_ = 0, next_row_ = -1;
+  int64_t rows_ = 0, next_row_ = -1;
   Place first_{}, next_{};  // of the first, and of the row after them
 };
 
