@@ -325,7 +325,7 @@ def test_what_has_nothing_to_do_with_a_chain_may_stand_between(chained: list[int
     source, optimized = optimized_pair(Masked)
     for length in (5, 5, 9):
         check(source, optimized, tokens(2, length))
-    assert set(chained) == {CALLS_OF_A_LAYER + 1}
+    assert set(chained) == {CALLS_OF_A_LAYER + 1 + 3}  # with the mask's own views
 
 
 ALL = slice(None)
@@ -368,6 +368,61 @@ def test_one_result_in_parts(chained: list[int]) -> None:
     for length in (5, 5, 9):
         check(source, optimized, tokens(2, length))
     assert len(set(chained)) == 1
+
+
+PARTS: dict[str, Callable[[Tensor], Any]] = {
+    "unequal": lambda x: x.split([16, 48], 2),
+    "sizes": lambda x: x.split_with_sizes((60, 4), -1),
+    "chunks": lambda x: x.chunk(2, dim=-1),
+    "chunks of which one is short": lambda x: x.chunk(5, dim=2)[::4],
+    "unbound": lambda x: x.unflatten(-1, (2, -1)).unbind(2),
+    "slices": lambda x: (x[:, 1:], x[..., :5, :]),
+    "from the end": lambda x: (x[:, -2:], x[:, :-1, ::2]),
+    "all": lambda x: (x[...], x[:]),
+    "new dimensions": lambda x: (x[:, None, 1], x[..., 0, None, :]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_by_numbers(name: str, chained: list[int]) -> None:
+    class InParts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: Tensor) -> Any:
+            first, second = PARTS[name](self.layer(x))
+            return functional.layer_norm(first, first.shape[-1:]), functional.layer_norm(second, second.shape[-1:])
+
+    source, optimized = optimized_pair(InParts)
+    for shape in ((2, 5), (2, 5), (1, 5), (3, 9)):
+        x = tokens(*shape)
+        with torch.no_grad():
+            for result, wanted in zip(optimized(x), source(x), strict=True):
+                torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
+    assert len(chained) == 4
+    assert min(chained) >= 4
+
+
+def test_products_and_softmax_between(chained: list[int]) -> None:
+    """Of what is no attention: weights that are squared after softmax, and of each head added up."""
+
+    class Squared(Attention):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            query, key, value = (self.heads(layer(x)) for layer in (self.query, self.key, self.value))
+            weights = (query @ key.mT * 0.25).softmax(dim=-1)
+            result: Tensor = self.out((weights @ weights.mT @ value).transpose(1, 2).flatten(2))
+            return result
+
+    source, optimized = optimized_pair(Squared)
+    for shape in ((2, 5), (2, 5), (1, 5), (3, 9)):
+        check(source, optimized, tokens(*shape))
+    assert len(chained) == 4
+    assert set(chained) == {
+        2 + 3 + 6 + 2 + 4 + 2
+    }  # layers, parts, heads, turned ones, products and softmax, back again
+    check(source, optimized, tokens(2, 2))  # less than the kernel takes
+    assert len(chained) == 4
 
 
 def test_a_part_of_what_sizes_tell_stays_torchs(chained: list[int]) -> None:

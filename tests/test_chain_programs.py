@@ -97,6 +97,70 @@ def test_single_images_are_no_chain(chained: list[int]) -> None:
     assert not chained
 
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels": lambda x: x[:, :8],
+    "lines": lambda x: x[:, 4:12, 1:-1],
+    "parts": lambda x: x.chunk(2, 1)[1],
+    "tokens": lambda x: functional.layer_norm(x.permute(0, 2, 3, 1), (16,)).permute(0, 3, 1, 2)[:, :8],
+    "a part of a part": lambda x: x.split([12, 4], 1)[0][:, 4:, ::2],
+}
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda x: x[:, :8].transpose(2, 3),
+    "a part of what is turned": lambda x: x.transpose(1, 2)[:, :8],
+    "every second channel": lambda x: x[:, ::2],
+}
+
+
+@pytest.mark.parametrize("name", [*PARTS, *OTHERS])
+def test_parts_of_images(name: str, chained: list[int]) -> None:
+    """As torch does, a convolution answers in the layout of its input."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 16, 3), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.second((PARTS | OTHERS)[name](self.first(x).relu()))
+            return result
+
+    source = settled(Parts())
+    optimized = xopt.optimize(source)
+    for _ in range(3):
+        for x in (torch.randn(2, 4, 10, 10), torch.randn(2, 4, 10, 10).contiguous(memory_format=torch.channels_last)):
+            check(source, optimized, x)
+            with torch.no_grad():
+                assert name in (*OTHERS, "tokens") or optimized(x).stride() == source(x).stride()
+    assert all(length > 2 for length in chained) if name in PARTS else not chained
+
+
+@pytest.mark.parametrize("given", ["size", "factor", "factors"])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_interpolation_between(mode: str, given: str, chained: list[int]) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = self.second(x).sigmoid()
+            whole = self.first(x)
+            sizes: dict[str, Any] = {
+                "size": {"size": whole.shape[-2:]},
+                "factor": {"scale_factor": 2},
+                "factors": {"scale_factor": (2.0, 2)},
+            }
+            result: Tensor = whole * functional.interpolate(gate, mode=mode, **sizes[given])
+            return result
+
+    source = settled(Gated())
+    optimized = xopt.optimize(source)
+    for size in (10, 10, 6, 14, 6):
+        check(source, optimized, torch.randn(2, 4, size, size))
+    assert len(chained) == 5
+    assert len(set(chained)) == 1
+
+
 def change_norm(block: Any) -> None:
     with torch.no_grad():
         block.first[1].running_mean.add_(1.0)

@@ -87,12 +87,21 @@ def arguments_of(draw: random.Random, op: str, x: Tensor) -> tuple[Any, ...]:
     if op == "select":
         chosen = dim()
         return chosen, draw.randrange(-x.shape[chosen], x.shape[chosen])
+    if op == "sliced":
+        chosen = dim()
+        size = x.shape[chosen]
+        start = draw.randrange(size)
+        end = draw.choice((draw.randrange(start + 1, size + 1), size + 5, 2**63 - 1))
+        return chosen, start - draw.choice((0, size)), end, draw.choice((1, 1, 2, 3))
+    if op == "chunked":
+        chosen, chunks = dim(), draw.randint(1, 4)
+        return chosen, chunks, draw.randrange(len(x.chunk(chunks, chosen)))
     return ()
 
 
 VIEWS = (
     *("reshape", "flatten", "unflatten", "permute", "transpose", "unsqueeze", "squeeze", "narrow", "select"),
-    "contiguous",
+    *("contiguous", "sliced", "chunked"),
 )
 
 
@@ -111,6 +120,18 @@ def test_contiguous_unless_channels_last(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     for layout in (x, x.movedim(1, -1).contiguous().movedim(-1, 1), x.transpose(1, 2), x[:, :, :1], x[:1]):
         check(layout, contiguous_unless_channels_last.__name__)
+
+
+@pytest.mark.parametrize("size", range(8))
+def test_slices_and_chunks_that_are_short_or_empty(size: int) -> None:
+    x = torch.randn(3, size, 4)
+    for start in range(-9, 9, 3):
+        for end in range(-9, 9, 4):
+            check(x, "sliced", 1, start, end, 1)
+            check(x, "sliced", -2, start, end, 3)
+    for chunks in range(1, 6):
+        for place in range(len(x.chunk(chunks, 1))):
+            check(x, "chunked", 1, chunks, place)
 
 
 def test_views_of_nothing() -> None:
@@ -196,6 +217,11 @@ BAD: dict[str, tuple[str, str]] = {
     "squeeze": ("squeeze %0 2\nreturn $0", "dim: expected one of 2 dimensions, got 2"),
     "length": ("narrow %0 1 4 3\nreturn $0", "length: expected a part of 6 elements, got 3 from 4 on"),
     "before": ("narrow %0 1 -1 3\nreturn $0", "length: expected a part"),
+    "step": ("sliced %0 1 0 6 0\nreturn $0", "step: expected a number above 0, got 0"),
+    "slice of no dimension": ("sliced %0 2 0 6 1\nreturn $0", "dim: expected one of 2 dimensions, got 2"),
+    "chunks": ("chunked %0 1 0 0\nreturn $0", "chunks: expected a number above 0, got 0"),
+    "no such chunk": ("chunked %0 1 4 3\nreturn $0", "place: expected one of 3 parts, got 3"),
+    "chunk before": ("chunked %0 1 4 -1\nreturn $0", "place: expected one of 3 parts, got -1"),
     "index": ("select %0 0 2\nreturn $0", "index: expected one of 2 elements, got 2"),
 }
 

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import xopt
 from tests.families import kernel_calls
+from tests.test_chain_programs import lengths_of_chains
 from tests.test_optimize_conv import relative_error
 
 
@@ -48,6 +49,7 @@ def make(name: str, kind: type[nn.Module] = Audio) -> Any:
 
 
 FACTOR = {"weight_norm": "parametrizations.weight.original0", "hook of weight_norm": "weight_g"}
+WEIGHT = {"spectral_norm": "parametrizations.weight.original", "hook of spectral_norm": "weight_orig"}
 SOUND = torch.linspace(-2, 2, 400).sin().reshape(2, 1, 200)
 
 
@@ -94,6 +96,33 @@ def test_new_values_are_seen(name: str) -> None:
         torch.testing.assert_close(optimized(SOUND), other(SOUND))
         torch.testing.assert_close(copy.deepcopy(optimized)(SOUND), other(SOUND))
         torch.testing.assert_close(optimized.double()(SOUND.double()), other.double()(SOUND.double()))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_such_layers_are_links_of_chains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chained(nn.Module):
+        def __init__(self, norm: Callable[..., Any]) -> None:
+            super().__init__()
+            self.first: Any = norm(nn.Conv1d(1, 32, 10, 5))
+            self.second = norm(nn.Conv1d(32, 40, 3, groups=4))
+            self.head = norm(nn.Linear(40, 48))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.gelu(self.second(nn.functional.gelu(self.first(x))))
+            result: torch.Tensor = self.head(x.transpose(1, 2))
+            return result
+
+    chained = lengths_of_chains(monkeypatch)
+    source = make(name, Chained)
+    optimized = xopt.optimize(source, dtype=torch.float32, inplace=False)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(optimized(SOUND), source(SOUND), rtol=1e-4, atol=1e-4)
+        assert chained == [4] * 3
+        for model in (source, optimized):
+            dict(model.second.named_parameters())[(FACTOR | WEIGHT)[name]].mul_(1.5)
+        torch.testing.assert_close(optimized(SOUND), source(SOUND), rtol=1e-4, atol=1e-4)
+    assert chained == [4] * 4
 
 
 @pytest.mark.parametrize("name", ["hook of weight_norm", "hook of spectral_norm"])

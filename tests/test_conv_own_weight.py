@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import xopt
 from tests.families import expect_input_gradients, kernel_calls
+from tests.test_chain_programs import lengths_of_chains
 from tests.test_optimize_conv import fused_in, relative_error
 
 X = torch.randn(2, 8, 9, 11, generator=torch.Generator().manual_seed(0))
@@ -168,6 +169,25 @@ def test_packed_fused_and_exact(name: str, dtype: torch.dtype) -> None:
     assert relative_error(optimized.first(X), alone) <= 0.01
     for key, value in source.state_dict().items():
         assert torch.equal(optimized.state_dict()[key].to(dtype), value.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["plain", "no bias, groups"])
+@torch.no_grad()
+def test_a_link_of_chains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, options = OPTIONS[name]
+    source = Block(kind, **options).eval()
+    optimized: Any = xopt.optimize(source, dtype=torch.float32, inplace=False)
+    chained = lengths_of_chains(monkeypatch)
+    for _ in range(3):
+        torch.testing.assert_close(optimized(X), source(X), rtol=1e-4, atol=1e-5)
+    assert chained == [2] * 3
+    for model in (source, optimized):
+        model.first.weight.data[:4] += 1.0
+    torch.testing.assert_close(optimized(X), source(X), rtol=1e-4, atol=1e-5)
+    for model in (source, optimized):
+        model.first.eps = 0.5
+    torch.testing.assert_close(optimized(X), source(X), rtol=1e-4, atol=1e-5)
+    assert chained[3] == 2
 
 
 @torch.no_grad()

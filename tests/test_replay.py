@@ -34,8 +34,10 @@ CHAINABLE = (
     "concat",
     "combine",
     "pointwise",
+    "matmul",
+    "softmax",
 )
-IMAGES = ("conv", "pool", "adaptive_pool", "batch_norm", "group_norm")
+IMAGES = ("conv", "pool", "adaptive_pool", "batch_norm", "group_norm", "upsample")
 RUNS = 4
 
 

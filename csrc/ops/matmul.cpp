@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "ops/gemm_arguments.h"
+#include "ops/noted_call.h"
+#include "ops/prepared.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -59,17 +61,13 @@ struct OutputShape {
 };
 
 // A tensor's strides along the output's dimensions, 0 where it is broadcast.
-struct Strides {
-  Strides(const Tensor& tensor, const OutputShape& shape) {
-    const int64_t missing = shape.dims - tensor.dims();
-    for (int64_t dim = 0; dim < shape.dims; ++dim) {
-      const bool broadcast = dim < missing || (tensor.size(dim - missing) == 1 && shape.sizes[dim] != 1);
-      values[dim] = broadcast ? 0 : tensor.stride(dim - missing);
-    }
+void set_strides(const Tensor& tensor, const OutputShape& shape, int64_t* strides) {
+  const int64_t missing = shape.dims - tensor.dims();
+  for (int64_t dim = 0; dim < shape.dims; ++dim) {
+    const bool broadcast = dim < missing || (tensor.size(dim - missing) == 1 && shape.sizes[dim] != 1);
+    strides[dim] = broadcast ? 0 : tensor.stride(dim - missing);
   }
-
-  int64_t values[kMostDims];
-};
+}
 
 // Replaces a tensor by a copy where neither rows nor columns of its matrices are contiguous.
 void make_readable(Tensor* tensor) {
@@ -79,8 +77,8 @@ void make_readable(Tensor* tensor) {
   if (!by_rows && !by_columns) *tensor = tensor->contiguous_copy();
 }
 
-MatrixBatch factor(const Tensor& tensor, const Strides& strides) {
-  return {tensor.data(), strides.values, tensor.stride(tensor.dims() - 2), tensor.stride(tensor.dims() - 1)};
+MatrixBatch factor(const Tensor& tensor) {
+  return {tensor.data(), nullptr, tensor.stride(tensor.dims() - 2), tensor.stride(tensor.dims() - 1)};
 }
 
 DType check_other(const Checked& argument, const OutputShape& shape) {
@@ -107,20 +105,33 @@ void make_addable(Tensor* other, const OutputShape& shape) {
   *other = other->contiguous_copy(sizes, std::max<int64_t>(1, other->dims()));
 }
 
-void run(const MatmulCall& call, DType dtype) {
+// A call, and what it points to but for tensors.
+struct ReadyMatmul {
+  MatmulCall call;
+  DType dtype;
+  int64_t sizes[kMostDims], lefts[kMostDims], rights[kMostDims], others[kMostDims];
+};
+
+void run(const ReadyMatmul& ready) {
   static Kernel<MatmulFn> f32("matmul", "f32"), bf16("matmul", "bf16"), f16("matmul", "f16");
-  (dtype == DType::f32 ? f32 : dtype == DType::bf16 ? bf16 : f16)(call);
+  MatmulCall call = ready.call;
+  call.sizes = ready.sizes;
+  call.left.batch_strides = ready.lefts;
+  call.right.batch_strides = ready.rights;
+  call.other.batch_strides = ready.others;
+  (ready.dtype == DType::f32 ? f32 : ready.dtype == DType::bf16 ? bf16 : f16)(call);
 }
 
-void matmul(StableIValue* stack, uint64_t, uint64_t) {
-  MatmulArguments arguments{Stack(stack)};
+Tensor matmul(Stack stack) {
+  MatmulArguments arguments{stack};
   Tensor &left = arguments.left, &right = arguments.right, &other = arguments.other;
   const Checked checked[] = {{kOp, "left", left}, {kOp, "right", right}, {kOp, "other", other}};
   check_no_gradient({checked[0], checked[1], checked[2]});
   checked[0].cpu();
   checked[1].cpu();
-  const DType dtype = checked[0].dtype(kFloating);
-  checked[1].dtype({dtype});
+  ReadyMatmul ready{};
+  ready.dtype = checked[0].dtype(kFloating);
+  checked[1].dtype({ready.dtype});
   check_dims(checked[0], 2);
   check_dims(checked[1], 2);
   if (left.size(left.dims() - 1) != right.size(right.dims() - 2)) {
@@ -130,9 +141,9 @@ void matmul(StableIValue* stack, uint64_t, uint64_t) {
   if (!std::isfinite(arguments.alpha)) fail(kOp, "alpha", "expected a finite number, got ", arguments.alpha);
 
   const OutputShape shape(left, right);
-  MatmulCall call;
+  std::copy_n(shape.sizes, shape.dims, ready.sizes);
+  MatmulCall& call = ready.call;
   call.dims = shape.dims - 2;
-  call.sizes = shape.sizes;
   call.m = shape.sizes[shape.dims - 2];
   call.n = shape.sizes[shape.dims - 1];
   call.k = left.size(left.dims() - 1);
@@ -140,21 +151,30 @@ void matmul(StableIValue* stack, uint64_t, uint64_t) {
   call.out_dtype = output_dtype(kOp, arguments.out_dtype, left, kFloating);
   make_readable(&left);
   make_readable(&right);
-  const Strides lefts(left, shape), rights(right, shape);
-  call.left = factor(left, lefts);
-  call.right = factor(right, rights);
-  std::optional<Strides> others;
+  set_strides(left, shape, ready.lefts);
+  set_strides(right, shape, ready.rights);
+  call.left = factor(left);
+  call.right = factor(right);
   if (other) {
     call.other_dtype = check_other(checked[2], shape);
     make_addable(&other, shape);
-    others.emplace(other, shape);
-    call.other = {other.data(), others->values, others->values[shape.dims - 2], 1};
+    set_strides(other, shape, ready.others);
+    call.other = {other.data(), nullptr, ready.others[shape.dims - 2], 1};
   }
   Tensor out = Tensor::empty(shape.sizes, shape.dims, call.out_dtype);
+  if (out.numel() == 0) return out;
   call.out = out.mutable_data();
-  if (out.numel() > 0) run(call, dtype);
-  return_tensor(stack, 0, std::move(out));
+  run(ready);
+  if (NotedCall* noted = note_call(&run, ready)) {
+    noted->reads(call.left.data, left);
+    noted->reads(call.right.data, right);
+    noted->reads(call.other.data, other);
+    noted->writes(call.out, 0);
+  }
+  return out;
 }
+
+const ChainableOp chainable(kOp, &matmul);
 
 }  // namespace
 
@@ -164,6 +184,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
       "Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("matmul", &matmul); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("matmul", &boxed<matmul>); }
 
 }  // namespace xopt::ops

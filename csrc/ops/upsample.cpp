@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "ops/images.h"
+#include "ops/noted_call.h"
+#include "ops/prepared.h"
 #include "runtime/registry.h"
 
 namespace xopt::ops {
@@ -18,8 +20,6 @@ constexpr const char* kOp = "upsample";
 enum class Mode : uint8_t { nearest, nearest_exact, linear };
 constexpr NamedValue<Mode> kModes[] = {
     {"nearest", Mode::nearest}, {"nearest-exact", Mode::nearest_exact}, {"linear", Mode::linear}};
-
-Kernel<UpsampleFn> upsample_kernel("upsample", "f32");
 
 struct UpsampleArguments {
   explicit UpsampleArguments(Stack stack)
@@ -74,8 +74,35 @@ Places linear_places(int64_t in, int64_t out, std::optional<double> scale, bool 
   return places;
 }
 
-void upsample(StableIValue* stack, uint64_t, uint64_t) {
-  UpsampleArguments arguments{Stack(stack)};
+// A call whose places are still to be found.
+struct ReadyUpsample {
+  UpsampleCall call;
+  Mode mode;
+  bool align_corners;
+  bool keeps_size[3];  // for places as well
+  std::optional<double> scale[3];
+};
+
+void run(const ReadyUpsample& ready) {
+  static Kernel<UpsampleFn> kernel("upsample", "f32");
+  UpsampleCall call = ready.call;
+  Places places[3];
+  for (int i = 0; i < 3; ++i) {
+    const int64_t in = call.input.in[i], out = call.input.out[i];
+    if (ready.keeps_size[i]) {
+      places[i] = same_places(in);
+    } else if (ready.mode == Mode::linear) {
+      places[i] = linear_places(in, out, ready.scale[i], ready.align_corners);
+    } else {
+      places[i] = nearest_places(in, out, ready.scale[i], ready.mode == Mode::nearest_exact);
+    }
+    call.places[i] = places[i].data();
+  }
+  kernel(call);
+}
+
+Tensor upsample(Stack stack) {
+  UpsampleArguments arguments{stack};
   Tensor& input = arguments.input;
   const Checked checked{kOp, "input", input};
   check_no_gradient({checked});
@@ -88,36 +115,35 @@ void upsample(StableIValue* stack, uint64_t, uint64_t) {
   check_integers(kOp, "size", arguments.size, dims, 1);
   const Mode mode = parse_name(kOp, "mode", arguments.mode.text(), kModes);
 
-  UpsampleCall call{};
+  ReadyUpsample ready{{}, mode, arguments.align_corners, {true, true, true}, {}};
+  UpsampleCall& call = ready.call;
   call.images = input.size(0);
   call.input.channels = input.size(1);
   int64_t sizes[5] = {call.images, call.input.channels};
-  Places places[3] = {same_places(1), same_places(1), same_places(1)};
+  for (int64_t i = 0; i < 3; ++i) call.input.in[i] = call.input.out[i] = 1;
   for (int64_t i = 0; i < dims; ++i) {
     const int64_t at = 3 - dims + i, in = input.size(2 + i), out = arguments.size[i];
-    const std::optional<double> scale = arguments.scale[at];
+    const std::optional<double> scale = ready.scale[at] = arguments.scale[at];
     if (in < 1) checked.fail("expected at least 1 element along spatial dimension ", i, ", got ", input.shape_text());
     if (scale && !(*scale > 0)) fail(kOp, "scale", "expected numbers above 0, got ", *scale);
     call.input.in[at] = in;
     call.input.out[at] = sizes[2 + i] = out;
     call.mixed[at] = mode == Mode::linear && in != out;
-    if (in == out && (dims > 1 || mode == Mode::linear)) {
-      places[at] = same_places(in);
-    } else if (mode == Mode::linear) {
-      places[at] = linear_places(in, out, scale, arguments.align_corners);
-    } else {
-      places[at] = nearest_places(in, out, scale, mode == Mode::nearest_exact);
-    }
+    ready.keeps_size[at] = in == out && (dims > 1 || mode == Mode::linear);
   }
-  for (int i = 0; i < 3; ++i) call.places[i] = places[i].data();
   Tensor out = Tensor::empty_channels_last(sizes, input.dims(), dtype);
+  if (out.numel() == 0) return out;
   call.out = out.mutable_data();
-  if (out.numel() > 0) {
-    set_input(&input, &call.input);
-    upsample_kernel(call);
+  set_input(&input, &call.input);
+  run(ready);
+  if (NotedCall* noted = note_call(&run, ready)) {
+    noted->reads(call.input.data, input);
+    noted->writes(call.out, 0);
   }
-  return_tensor(stack, 0, std::move(out));
+  return out;
 }
+
+const ChainableOp chainable(kOp, &upsample);
 
 }  // namespace
 
@@ -127,7 +153,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
       "float? scale_h=None, float? scale_w=None) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("upsample", &upsample); }
-STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("upsample", &on_xpu<upsample>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("upsample", &boxed<upsample>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) { library.impl("upsample", &on_xpu<boxed<upsample>>); }
 
 }  // namespace xopt::ops

@@ -1,5 +1,6 @@
 // Views of tensors, as calls of a chain: what steps of a program do between operators without computing anything. They
 // are named as torch's methods, take what those take, and are no operators of their own, since torch has them.
+#include <algorithm>
 #include <optional>
 
 #include "ops/images.h"
@@ -215,6 +216,15 @@ Tensor squeeze(Stack stack) {
   return without(tensor, squeezed).of(tensor);
 }
 
+// With so many elements of one dimension, each step-th.
+Dims part_of(const Tensor& tensor, int64_t part, int64_t length, int64_t step) {
+  Dims dims;
+  for (int64_t dim = 0; dim < tensor.dims(); ++dim) {
+    dims.add(dim == part ? length : tensor.size(dim), tensor.stride(dim) * (dim == part ? step : 1));
+  }
+  return dims;
+}
+
 Tensor narrow(Stack stack) {
   constexpr const char* kOp = "narrow";
   const Tensor tensor = stack.tensor();
@@ -225,11 +235,34 @@ Tensor narrow(Stack stack) {
     fail(kOp, "length", "expected a part of ", tensor.size(narrowed), " elements, got ", length, " from ", start,
          " on");
   }
-  Dims dims;
-  for (int64_t dim = 0; dim < tensor.dims(); ++dim) {
-    dims.add(dim == narrowed ? length : tensor.size(dim), tensor.stride(dim));
-  }
-  return dims.of(tensor, start * tensor.stride(narrowed));
+  return part_of(tensor, narrowed, length, 1).of(tensor, start * tensor.stride(narrowed));
+}
+
+// tensor[start:end:step] along a dimension: numbers below zero count from the end, and what lies outside is left out.
+Tensor sliced(Stack stack) {
+  constexpr const char* kOp = "sliced";
+  const Tensor tensor = stack.tensor();
+  check_dims(kOp, tensor, kMostDims);
+  const int64_t dim = dim_of(kOp, "dim", stack.integer(), tensor.dims()), size = tensor.size(dim);
+  const auto place = [&](int64_t given) { return std::clamp<int64_t>(given < 0 ? given + size : given, 0, size); };
+  const int64_t start = place(stack.integer()), end = std::max(start, place(stack.integer())), step = stack.integer();
+  if (step < 1) fail(kOp, "step", "expected a number above 0, got ", step);
+  return part_of(tensor, dim, (end - start) / step + ((end - start) % step != 0), step)
+      .of(tensor, start * tensor.stride(dim));
+}
+
+// One of the parts that tensor.chunk(chunks, dim) gives.
+Tensor chunked(Stack stack) {
+  constexpr const char* kOp = "chunked";
+  const Tensor tensor = stack.tensor();
+  check_dims(kOp, tensor, kMostDims);
+  const int64_t dim = dim_of(kOp, "dim", stack.integer(), tensor.dims()), size = tensor.size(dim);
+  const int64_t chunks = stack.integer(), place = stack.integer();
+  if (chunks < 1) fail(kOp, "chunks", "expected a number above 0, got ", chunks);
+  const int64_t length = size / chunks + (size % chunks != 0), most = length == 0 ? chunks : (size - 1) / length + 1;
+  if (place < 0 || place >= most) fail(kOp, "place", "expected one of ", most, " parts, got ", place);
+  const int64_t start = place * length;
+  return part_of(tensor, dim, std::min(length, size - start), 1).of(tensor, start * tensor.stride(dim));
 }
 
 Tensor select(Stack stack) {
@@ -245,7 +278,8 @@ Tensor select(Stack stack) {
 
 const ChainableView chainable_permute("permute", &permute), chainable_transpose("transpose", &transpose),
     chainable_unsqueeze("unsqueeze", &unsqueeze), chainable_squeeze("squeeze", &squeeze),
-    chainable_narrow("narrow", &narrow), chainable_select("select", &select);
+    chainable_narrow("narrow", &narrow), chainable_sliced("sliced", &sliced), chainable_chunked("chunked", &chunked),
+    chainable_select("select", &select);
 
 }  // namespace
 }  // namespace xopt::ops

@@ -57,7 +57,7 @@ def length_follows_sizes(node: Node) -> bool:
         given: Any = None
     else:
         given = numbers.pop(0) if numbers else next(iter(node.kwargs.values()), None)
-    if isinstance(given, (tuple, list)) and name == "split":
+    if isinstance(given, (tuple, list)) and name in ("split", "split_with_sizes"):
         return False
     dim = numbers[0] if numbers else node.kwargs.get("dim", 0)
     return name not in ("unbind", "split", "chunk") or type(dim) is not int or not is_same_in_all_calls(source, dim)

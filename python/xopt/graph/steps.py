@@ -13,15 +13,19 @@ MAKES_RESULT = "makes result"  # in that of a step that makes a container of wha
 
 
 class Described(NamedTuple):
-    """A tensor's dtype, and its sizes in the recorded call: only those that come from weights are so in all calls."""
+    """A tensor's dtype and kind of device, and its sizes in the recorded call: only those that come from weights are so
+    in all calls."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    device: str
 
 
 def description_of(example: Any) -> Any:
     """Of a tensor only what it looks like: a graph must not keep the recorded call's memory."""
-    return Described(example.dtype, tuple(example.shape)) if isinstance(example, torch.Tensor) else example
+    if not isinstance(example, torch.Tensor):
+        return example
+    return Described(example.dtype, tuple(example.shape), example.device.type)
 
 
 class OtherSizes(Exception):

@@ -63,6 +63,8 @@ class Linkable(NamedTuple):
     is_view: bool
     takes_images: bool
     is_torchs: bool
+    channels_last: Callable[[Node], bool | None]
+    is_row_major: bool
 
 
 Teller = TypeVar("Teller", bound=Callable[..., Call | list[Call] | None])
@@ -76,6 +78,8 @@ def chainable(
     is_view: bool = False,
     takes_images: bool = False,
     is_torchs: bool = False,
+    channels_last: Callable[[Node], bool | None] = lambda node: False,
+    is_row_major: bool = False,
 ) -> Callable[[Teller], Teller]:
     """Marks the function that tells what call of an operator a step is, or None where it is none: it takes a `Seen` and
     then the step's arguments. Of those, modules are themselves and tensors `Given` or `Result`, but `Stored` those of
@@ -83,12 +87,16 @@ def chainable(
     of a list of calls.
 
     `where`: which of a graph's steps are worth asking for. `is_view`: it computes nothing. `takes_images`: how its
-    input lies in memory makes a difference, so that it must be no view of another link's result. `is_torchs`: by itself
-    it stays torch's, which is as quick; no chain is made of nothing but such."""
+    input lies in memory makes a difference, so that it must be a link's image, or have its channels last as that has.
+    `is_torchs`: by itself it stays torch's, which is as quick; no chain is made of nothing but such. `channels_last`:
+    whether an image has its channels last in this view; None: if its source has. `is_row_major`: the result is
+    contiguous whatever is given."""
 
     def mark(teller: Teller) -> Teller:
         for step in steps:
-            linkables[step] = Linkable(teller, where, has_parts, is_view, takes_images, is_torchs)
+            linkables[step] = Linkable(
+                teller, where, has_parts, is_view, takes_images, is_torchs, channels_last, is_row_major
+            )
         return teller
 
     return mark

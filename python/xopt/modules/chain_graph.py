@@ -17,7 +17,6 @@ from xopt.graph.program import MODULES
 from xopt.modules.chain import Chain, Link, Linkable, Stored, linkables
 from xopt.modules.pattern import dtype_of, is_call, is_told_size, made_of_size, remove_unused, shape_of
 from xopt.ops.chain import Given, Result, SizeOf
-from xopt.ops.views import contiguous_unless_channels_last
 
 
 def chain_steps(graph: Graph) -> None:
@@ -26,7 +25,7 @@ def chain_steps(graph: Graph) -> None:
     # Asked before the first chain is made: whose dtype is fixed is told by what it comes from.
     kinds = {node: kind_of(node) for node in graph.nodes if node.op not in ("placeholder", "get_attr")}
     for node, kind in kinds.items():
-        if kind is not None and kind.takes_images and window.has_view(_image_of(node)):
+        if kind is not None and kind.takes_images and window.lies_otherwise(_image_of(node)):
             window.close()
         if kind is not None or is_told_size(node) or window.has_part(node):
             window.add(node, kind)
@@ -83,12 +82,14 @@ class _Window:
     def is_needed_by(self, node: Node) -> bool:
         return any(each in self._dependent for each in node.all_input_nodes)
 
-    def has_view(self, node: Any) -> bool:
-        """But for what leaves a link's image as it is."""
-        while is_call(node, contiguous_unless_channels_last) and self._kinds.get(node.args[0]) is not None:
-            node = node.args[0]
-        kind = self._kinds.get(node)
-        return kind is not None and kind.is_view
+    def lies_otherwise(self, node: Any) -> bool:
+        """Whether it is a link's result, or a view, that is not known to lie in memory as the images of links do."""
+        step = node.args[0] if self.has_part(node) else node
+        kind = self._kinds.get(step)
+        if kind is None or not kind.is_view:
+            return kind is not None and kind.is_row_major
+        source, is_last = step.args[0], kind.channels_last(step)
+        return source not in self._kinds or is_last is False or (is_last is None and self.lies_otherwise(source))
 
     def has_part(self, node: Node) -> bool:
         return is_part(node) and self._has_parts(node.args[0])

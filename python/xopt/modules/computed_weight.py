@@ -8,6 +8,7 @@ they are, and so do the state dict and what `module.weight` gives. Where torch's
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,12 +18,23 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from xopt.modules.base import dtype_name, has_kernels
+from xopt.modules.chain import Seen
 from xopt.modules.counted_parameter import count_changes
 from xopt.modules.gradients import wants_gradient
 from xopt.modules.packed_parameter import PackedParameter
+from xopt.ops.chain import Given, Part
 from xopt.ops.fakes import FLOATING
 
 COMPUTED, _HOOK = "_xopt_computed_weight", "_xopt_weight_hook"  # in a module's __dict__
+
+
+Held = tuple[nn.Module, str, torch.Tensor | None]
+"""A module, the name of a parameter or buffer of it, and that."""
+
+
+def held_by(module: nn.Module) -> Iterator[Held]:
+    for name, tensor in (module._parameters | module._buffers).items():
+        yield module, name, tensor
 
 
 class ComputedWeight:
@@ -35,7 +47,7 @@ class ComputedWeight:
         """None: where it has to be computed by torch."""
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
-        tensors = self.made_from(module)
+        tensors = [tensor for _, _, tensor in self.made_from(module) if tensor is not None]
         if wants_gradient(*tensors):
             return None
         state = [*(_state_of(tensor) for tensor in tensors), *self.also(module)]
@@ -50,9 +62,9 @@ class ComputedWeight:
             self._state = state
         return self._packed
 
-    def made_from(self, module: Any) -> tuple[torch.Tensor, ...]:
-        made_from = module.parametrizations["weight"]
-        return (*made_from.parameters(), *made_from.buffers())
+    def made_from(self, module: Any) -> Iterator[Held]:
+        for part in module.parametrizations["weight"].modules():
+            yield from held_by(part)
 
     def also(self, module: Any) -> list[Any]:
         """What else it depends on."""
@@ -71,9 +83,8 @@ class ComputedWeight:
 
 
 class _OfHook(ComputedWeight):
-    def made_from(self, module: Any) -> tuple[torch.Tensor, ...]:
-        held = module._parameters | module._buffers
-        return tuple(held[name] for name in ("weight_g", "weight_v", "weight_orig", "weight_u") if name in held)
+    def made_from(self, module: Any) -> Iterator[Held]:
+        return (each for each in held_by(module) if each[1] in ("weight_g", "weight_v", "weight_orig", "weight_u"))
 
     def compute(self, module: Any) -> torch.Tensor:
         hook = hook_of(module)
@@ -158,3 +169,13 @@ def weight_of(module: Any) -> Any:
     """The parameter that holds a module's weight, be it packed or plain; None: there is none."""
     computed = module.__dict__.get(COMPUTED)
     return module._parameters.get("weight") if computed is None else computed.of(module)
+
+
+def take_weight(seen: Seen, module: Any, weight: PackedParameter) -> Given | Part | None:
+    """A layer's packed weight as an operand of a chain, which looks at what it was computed from."""
+    computed: ComputedWeight | None = module.__dict__.get(COMPUTED)
+    if computed is None:
+        return seen.packed(module, "weight", weight.place.packed)
+    for holder, name, _ in computed.made_from(module):
+        seen.tensor(holder, name)
+    return seen.own(weight.place.packed)

@@ -22,7 +22,7 @@ from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules import channels_last
 from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_problem, own_forward, result_dtype
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
-from xopt.modules.computed_weight import before_class, is_computed, pack_computed, weight_of
+from xopt.modules.computed_weight import before_class, is_computed, pack_computed, take_weight, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
 from xopt.modules.packed_layout import Taps
 from xopt.modules.packed_parameter import PackedParameter
@@ -246,13 +246,12 @@ def conv(
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether its geometry is the module's own in all calls, and its weight a parameter."""
+    """Whether its geometry is the module's own in all calls."""
     module: Any = node.args[0]
     example = module.meta[EXAMPLE]
     pad: Any = node.kwargs.get("pad", ())
     is_constant = all(type(amount) is int and amount >= 0 for amount in pad)
-    is_zeros = example.padding_mode == "zeros" and not is_computed(example)
-    return is_zeros and is_constant and node.kwargs.get("out_dtype") in FLOATING
+    return example.padding_mode == "zeros" and is_constant and node.kwargs.get("out_dtype") in FLOATING
 
 
 @chainable(conv, where=_is_plain, takes_images=True)
@@ -275,7 +274,7 @@ def _conv_call(
         seen.attribute(module, name) for name in ("stride", "padding", "dilation", "groups")
     )
     amounts = amounts_of(padding, module.kernel_size, dilation, pad)
-    packed = seen.packed(module, "weight", weight.place.packed)
+    packed = take_weight(seen, module, weight)
     scale, bias = fold_seen(seen, module, norm, eps)
     arguments = (input, packed, weight.shape, bias, stride, amounts, dilation, groups, scale)
     geometry = (tuple(module.kernel_size), tuple(stride), amounts, tuple(dilation))

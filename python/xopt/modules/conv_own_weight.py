@@ -8,7 +8,7 @@ weight, or of the stride.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from xopt.graph.autocast import autocast_dtype
 from xopt.graph.record import active
 from xopt.graph.symbol import Symbol
 from xopt.modules.base import Context, Replacement, derive, own_forward
-from xopt.modules.computed_weight import COMPUTED, ComputedWeight, compute_weight, pack_computed
+from xopt.modules.computed_weight import COMPUTED, ComputedWeight, Held, compute_weight, held_by, pack_computed
 from xopt.modules.conv import PackedConv, kind_of, packed_weight
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import argument, is_call
@@ -43,9 +43,8 @@ class _OwnWeight(ComputedWeight):
     """Of the weight that is packed."""
     _recorded: tuple[list[Any], Formula | None] | None = None
 
-    def made_from(self, module: Any) -> tuple[torch.Tensor, ...]:
-        held = (module._parameters | module._buffers).items()
-        return tuple(tensor for name, tensor in held if tensor is not None and name != "bias")
+    def made_from(self, module: Any) -> Iterator[Held]:
+        return (each for each in held_by(module) if each[1] != "bias")
 
     def also(self, module: Any) -> list[Any]:
         return [getattr(module, name) for name in module.__dict__[_READ]]

@@ -17,7 +17,6 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
-from xopt.graph.steps import Described
 from xopt.modules.conv import conv
 from xopt.modules.folded_norm import forget_folded
 from xopt.modules.fused_linear import is_open
@@ -144,7 +143,7 @@ def _scale(graph: Graph, node: Node, source: Node, product: Node, vector: Node) 
 def _become(node: Node, like: Node) -> None:
     """Has the dtype of another node from now on."""
     described = node.meta[EXAMPLE]
-    node.meta[EXAMPLE] = Described(like.meta[EXAMPLE].dtype, described.shape)
+    node.meta[EXAMPLE] = like.meta[EXAMPLE]._replace(shape=described.shape)
 
 
 def _add_as_tokens(graph: Graph, node: Node, source: Node, product: Node, residual: Node) -> None:
@@ -154,7 +153,9 @@ def _add_as_tokens(graph: Graph, node: Node, source: Node, product: Node, residu
         tokens = graph.call_method("permute", (residual, *back))
         total = graph.call_function(torch.add, (product, tokens))
         image = graph.call_method("permute", (total, *order))
-    tokens.meta[EXAMPLE] = Described(dtype_of(residual) or torch.float32, shape_of(product))
+    tokens.meta[EXAMPLE] = node.meta[EXAMPLE]._replace(
+        dtype=dtype_of(residual) or torch.float32, shape=shape_of(product)
+    )
     total.meta[EXAMPLE] = tokens.meta[EXAMPLE]
     _become(total, node)
     put_in_place(graph, node, image)

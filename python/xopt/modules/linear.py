@@ -24,7 +24,7 @@ from xopt.modules.base import (
     result_dtype,
 )
 from xopt.modules.chain import Call, Seen, Stored, Value, chainable
-from xopt.modules.computed_weight import before_class, is_computed, pack_computed, weight_of
+from xopt.modules.computed_weight import before_class, is_computed, pack_computed, take_weight, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
 from xopt.modules.packed_layout import Columns, Place
 from xopt.modules.packed_parameter import PackedParameter, place_of
@@ -222,7 +222,7 @@ def linear(
 
 def linear_call(
     input: Value,
-    packed: Value,
+    packed: Value | Part | None,
     width: int,
     bias: Value | Part | None,
     out_dtype: torch.dtype,
@@ -239,17 +239,17 @@ def linear_call(
 
 
 def has_own_packed_weight(module: Node) -> bool:
-    """Whether chains can take the weight of a recorded module as it is."""
+    """Whether the weight of a recorded module is a packed parameter of it."""
     example: Any = module.meta[EXAMPLE]
     return not is_computed(example) and type(weight_of(example)) is PackedParameter
 
 
 def _is_plain(node: Node) -> bool:
     module: Any = node.args[0]
-    return node.kwargs.get("out_dtype") in FLOATING and has_own_packed_weight(module)
+    return node.kwargs.get("out_dtype") in FLOATING and type(weight_of(module.meta[EXAMPLE])) is PackedParameter
 
 
-@chainable(linear, where=_is_plain)
+@chainable(linear, where=_is_plain, is_row_major=True)
 def _linear_call(
     seen: Seen,
     module: PackedProduct,
@@ -261,11 +261,12 @@ def _linear_call(
     other: Value | None = None,
     **after: Any,
 ) -> Call | None:
-    place = place_of(weight_of(module))
+    weight = weight_of(module)
+    place = place_of(weight)
     if place is None:
         return None
     out_features = seen.attribute(module, "out_features")
-    packed = seen.packed(module, "weight", place.packed)
+    packed = take_weight(seen, module, weight)
     scale, bias = fold_seen(seen, module, norm, eps)
     first = place.first_column
     return linear_call(input, packed, out_features, bias, out_dtype, first, scale=scale, other=other, **after)

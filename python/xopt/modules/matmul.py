@@ -4,8 +4,10 @@ forward has them and no attention was found in them, with the scale and the addi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import string
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,7 +16,9 @@ from torch.fx import Graph, Node
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
+from xopt.graph.record import EXAMPLE
 from xopt.modules.base import result_dtype
+from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
 from xopt.modules.linear import weight_times
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.pattern import (
@@ -154,8 +158,52 @@ def _fits(other: Tensor, left: Tensor, right: Tensor) -> bool:
     if lead != right.shape[:-2]:
         lead = torch.broadcast_shapes(lead, right.shape[:-2])  # type: ignore[no-untyped-call]
     shape = (*lead, left.shape[-2], right.shape[-1])
-    sizes = zip(reversed(other.shape), reversed(shape), strict=False)
-    return 1 <= other.ndim <= len(shape) and all(size in (1, most) for size, most in sizes)
+    return _broadcasts(other.shape, shape)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    sizes = zip(reversed(shape), reversed(to), strict=False)
+    return 1 <= len(shape) <= len(to) and all(size in (1, most) for size, most in sizes)
+
+
+def _product_shape(left: Shape, right: Shape, other: Shape | None = None) -> Shape | None:
+    """None: the kernel takes no such tensors."""
+    if left[-1] != right[-2] or min(left[-2], right[-1], left[-1]) < _LEAST:
+        return None
+    leads = [*itertools.zip_longest(reversed(left[:-2]), reversed(right[:-2]), fillvalue=1)]
+    if not all(one == another or 1 in (one, another) for one, another in leads):
+        return None
+    lead = [another if one == 1 else one for one, another in reversed(leads)]
+    shape = (*lead, left[-2], right[-1])
+    return shape if other is None or _broadcasts(other, shape) else None
+
+
+def _is_link(node: Node) -> bool:
+    """Whether the kernel takes such tensors, which all have one dtype."""
+    made: Any = node.meta[EXAMPLE]
+    factors: Any = node.args[:2]
+    if any(each.op == "get_attr" for each in factors) or made.device != "cpu":
+        return False
+    alike = all(dtype_of(each) == made.dtype for each in node.args)
+    return alike and _product_shape(*(tuple(shape_of(each)) for each in node.args)) == tuple(made.shape)
+
+
+@chainable(matmul, where=_is_link, is_row_major=True)
+def _matmul_call(
+    seen: Seen, left: Value, right: Value, other: Value | Stored | None = None, *, alpha: float = 1.0
+) -> Call | None:
+    added = None if other is None else seen.value(other)
+    if added is None and other is not None:
+        return None
+    others = (right,) if added is None else (right, added)
+
+    def shape(*shapes: Shape) -> Shape:
+        return _product_shape(*shapes) or ()
+
+    def fits(*shapes: Shape) -> bool:
+        return _product_shape(*shapes) is not None
+
+    return Call("matmul", (left, right, added, alpha, None), left, shape, others=others, fits=fits)
 
 
 # ---- einsum ----------------------------------------------------------------------------------------------------------

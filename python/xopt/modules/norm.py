@@ -95,7 +95,7 @@ def add_rms_norm(
     return _rms_norm(input, weight, eps=eps, residual=residual, **options)  # type: ignore[no-any-return]
 
 
-@chainable(layer_norm, where=lambda node: True)
+@chainable(layer_norm, where=lambda node: True, is_row_major=True)
 def _layer_norm_call(
     seen: Seen, input: Value, weight: Value | None, bias: Value | None, *, eps: float, out_dtype: torch.dtype
 ) -> Call:
@@ -118,7 +118,7 @@ def _add_layer_norm_call(
     return Call("layer_norm", arguments, input, lambda rows: rows, alike=residual)
 
 
-@chainable(rms_norm, where=lambda node: True)
+@chainable(rms_norm, where=lambda node: True, is_row_major=True)
 def _rms_norm_call(
     seen: Seen, input: Value, weight: Value | None, *, eps: float, weight_offset: float = 0.0, out_dtype: torch.dtype
 ) -> Call:

@@ -123,9 +123,11 @@ def described(node: Node) -> Node:
 
     args, kwargs = map_arg((node.args, node.kwargs), example)
     function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    given = (source.meta.get(EXAMPLE) for source in node.all_input_nodes)
+    device = next((each.device for each in given if isinstance(each, Described)), "cpu")
     with contextlib.suppress(RuntimeError), torch.no_grad():
         result = function(*args, **kwargs)
-        node.meta[EXAMPLE] = Described(result.dtype, tuple(result.shape))
+        node.meta[EXAMPLE] = Described(result.dtype, tuple(result.shape), device)
     return node
 
 

@@ -11,14 +11,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.symbol import Symbol
 from xopt.modules.base import Context, Replacement, derive, own_forward
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.gradients import wants_gradient
-from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, step
+from xopt.modules.pattern import Pattern, argument, calls, dtype_of, is_told_size, replace, shape_of, step
+from xopt.modules.views import numbers_of
+from xopt.ops.chain import SizeOf
 from xopt.ops.fakes import FLOATING
 
 # By the names and numbers of dimensions that torch allows, what the operator calls them.
@@ -73,6 +76,9 @@ class FindInterpolation(Pattern):
             if known and dtype_of(node) in FLOATING and dtype_of(node) == dtype_of(source):
                 arguments = {name: argument(node, place, name) for place, name in _ARGUMENTS}
                 given = {name: value for name, value in arguments.items() if value is not None}
+                for name in given.keys() & {"size", "scale_factor"}:  # as the operator takes them
+                    each = given[name]
+                    given[name] = each if isinstance(each, (tuple, list)) else (each,) * (len(shape_of(source)) - 2)
                 replace(graph, node, interpolate, (source,), given)
 
 
@@ -122,3 +128,39 @@ def _target(
 
 
 _SCALES = ("scale_d", "scale_h", "scale_w")
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether chains can tell the size of the result: sizes, or whole factors."""
+    given: Any = node.kwargs
+    sizes, factors = (given.get(name, ()) for name in ("size", "scale_factor"))
+    told = all(type(each) is int or is_told_size(each) for each in sizes)
+    whole = all(type(each) in (int, float) and each >= 1 and each == int(each) for each in factors)
+    known = _MODES.get((given.get("mode", "nearest"), len(shape_of(node))))
+    fits = known == "linear" or given.get("align_corners") is None
+    one = bool(sizes) != bool(factors) and len(sizes or factors) == len(shape_of(node)) - 2
+    return known is not None and one and told and whole and fits and not given.get("recompute_scale_factor")
+
+
+@chainable(interpolate, where=_is_plain, takes_images=True)
+def _interpolate_call(
+    seen: Seen,
+    input: Value,
+    *,
+    size: tuple[Any, ...] = (),
+    scale_factor: tuple[float, ...] = (),
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+) -> Call:
+    sizes = size or tuple([SizeOf(input, 2 + dim, (("*", int(each)),)) for dim, each in enumerate(scale_factor)])
+    dims = len(sizes)
+    others, numbers = numbers_of(sizes)
+    scales: list[float | None] = [None] * 3
+    scales[3 - dims :] = map(float, scale_factor) if scale_factor else [None] * dims
+
+    def shape(image: Shape, *shapes: Shape) -> Shape:
+        return (*image[:2], *numbers(*shapes))
+
+    arguments = (input, sizes, _MODES[mode, dims + 2], bool(align_corners), *scales)
+    return Call("upsample", arguments, input, shape, image_dims=dims + 2, others=others)

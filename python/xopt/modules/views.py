@@ -6,6 +6,7 @@ up in each call.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -15,22 +16,26 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
-from xopt.modules.chain import Call, Seen, Shape, Value, chainable
-from xopt.modules.pattern import Pattern, argument, calls, is_told_size, put_in_place, shape_of
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable, linkables
+from xopt.modules.pattern import Pattern, argument, calls, is_call, is_told_size, permutation, put_in_place, shape_of
 from xopt.ops.chain import SizeOf
-from xopt.ops.views import contiguous_unless_channels_last
+from xopt.ops.views import chunked, contiguous_unless_channels_last, sliced
 
 _ALL = slice(None)
 _MOST_DIMS = 8  # that a call of a chain knows
+_MOST = 2**63 - 1  # elements
 
 
 def _view(
-    *steps: Any, where: Callable[[Node], bool], has_parts: bool = False
+    *steps: Any,
+    where: Callable[[Node], bool],
+    has_parts: bool = False,
+    channels_last: Callable[[Node], bool | None] = lambda node: False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def is_told(node: Node) -> bool:
         return max(len(shape_of(node)), len(shape_of(node.args[0]))) <= _MOST_DIMS and where(node)
 
-    return chainable(*steps, where=is_told, is_view=True, has_parts=has_parts)
+    return chainable(*steps, where=is_told, is_view=True, has_parts=has_parts, channels_last=channels_last)
 
 
 def _has_sizes(node: Node) -> bool:
@@ -75,16 +80,29 @@ class ViewAsAnother(Pattern):
                 put_in_place(graph, node, graph.call_method("reshape", (image, tuple(sizes))))
 
 
+def numbers_of(sizes: tuple[Any, ...]) -> tuple[tuple[Value, ...], Callable[..., list[int]]]:
+    """Of numbers and sizes: the values whose sizes they are, and what tells them all by those values' shapes."""
+    values = tuple(dict.fromkeys(value for each in sizes if isinstance(each, SizeOf) for value in each.values()))
+
+    def numbers(*shapes: Shape) -> list[int]:
+        shape_of = dict(zip(values, shapes, strict=True))
+
+        def size(value: Value, dim: int) -> int:
+            found: int = shape_of[value][dim]
+            return found
+
+        return [each.number(size) if isinstance(each, SizeOf) else each for each in sizes]
+
+    return values, numbers
+
+
 @_view("reshape", "view", torch.reshape, where=_has_sizes)
 def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
     sizes = _listed(given)
-    others = tuple(dict.fromkeys(value for each in sizes if isinstance(each, SizeOf) for value in each.values()))
+    others, numbers = numbers_of(sizes)
 
     def shape(shape: Shape, *shapes: Shape) -> Shape:
-        shape_of = dict(zip(others, shapes, strict=True))
-        known = [
-            each.number(lambda value, dim: shape_of[value][dim]) if isinstance(each, SizeOf) else each for each in sizes
-        ]
+        known = numbers(*shapes)
         rest = math.prod(size for size in known if size != -1)
         return tuple(math.prod(shape) // max(rest, 1) if size == -1 else size for size in known)
 
@@ -105,7 +123,7 @@ def _contiguous(seen: Seen, input: Value) -> Call:
     return Call("contiguous", (input,), input, lambda shape: shape)
 
 
-@_view(contiguous_unless_channels_last, where=_has_numbers)
+@_view(contiguous_unless_channels_last, where=_has_numbers, channels_last=lambda node: None)
 def _contiguous_unless_channels_last(seen: Seen, input: Value) -> Call:
     return Call(contiguous_unless_channels_last.__name__, (input,), input, lambda shape: shape)
 
@@ -133,19 +151,31 @@ def _transpose(seen: Seen, input: Value, dim0: int, dim1: int) -> Call:
     return transposed(input, dim0, dim1)
 
 
-@_view("permute", torch.permute, where=_has_sizes)
+def _puts_channels_last(node: Node) -> bool:
+    """Whether the last dimension of what is contiguous becomes an image's channels."""
+    last = len(shape_of(node)) - 1
+    source: Any = node.args[0]
+    is_image = last > 1 and permutation(node) == (0, last, *range(1, last))
+    return is_image and is_call(source, *linkables) and linkables[source.target].is_row_major
+
+
+@_view("permute", torch.permute, where=_has_sizes, channels_last=_puts_channels_last)
 def _permute(seen: Seen, input: Value, *given: Any) -> Call:
     dims = _listed(given)
     return Call("permute", (input, dims), input, lambda shape: tuple(shape[dim] for dim in dims))
 
 
-@_view("unsqueeze", torch.unsqueeze, where=_has_numbers)
-def _unsqueeze(seen: Seen, input: Value, dim: int) -> Call:
+def unsqueezed(input: Value, dim: int) -> Call:
     def shape(shape: Shape) -> Shape:
         place = dim % (len(shape) + 1)
         return (*shape[:place], 1, *shape[place:])
 
     return Call("unsqueeze", (input, dim), input, shape)
+
+
+@_view("unsqueeze", torch.unsqueeze, where=_has_numbers)
+def _unsqueeze(seen: Seen, input: Value, dim: int) -> Call:
+    return unsqueezed(input, dim)
 
 
 def squeezed(input: Value, dim: int) -> Call:
@@ -165,46 +195,136 @@ def _squeeze(seen: Seen, input: Value, dim: int) -> Call:
     return squeezed(input, dim)._replace(fits=lambda shape: shape[dim] == 1)
 
 
+def _with_size(shape: Shape, dim: int, size: int) -> Shape:
+    sizes = list(shape)
+    sizes[dim] = size
+    return tuple(sizes)
+
+
 def narrowed(input: Value, start: int, length: int) -> Call:
     """Columns of the last dimension."""
     return Call("narrow", (input, -1, start, length), input, lambda shape: (*shape[:-1], length))
 
 
-def _takes_one(node: Node) -> bool:
-    """Whether it takes one element of one dimension, and all of the others (`x[:, 0]`)."""
-    key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(each == _ALL or type(each) is int for each in key) and sum(type(each) is int for each in key) == 1
-
-
-@_view(operator.getitem, where=_takes_one)
-def _select(seen: Seen, input: Value, key: Any) -> Call:
-    listed = key if type(key) is tuple else (key,)
-    dim = next(place for place, each in enumerate(listed) if type(each) is int)
-
+def _selected(input: Value, dim: int, index: int) -> Call:
     def shape(shape: Shape) -> Shape:
-        return (*shape[:dim], *shape[dim + 1 :])
+        place = dim % len(shape)
+        return (*shape[:place], *shape[place + 1 :])
 
-    return Call("select", (input, dim, listed[dim]), input, shape)
+    return Call("select", (input, dim, index), input, shape)
+
+
+def _sliced(input: Value, dim: int, taken: slice) -> Call:
+    def shape(shape: Shape) -> Shape:
+        return _with_size(shape, dim, len(range(shape[dim])[taken]))
+
+    end = _MOST if taken.stop is None else taken.stop
+    return Call(sliced.__name__, (input, dim, taken.start or 0, end, taken.step or 1), input, shape)
+
+
+def _listed_key(node: Node) -> tuple[Any, ...]:
+    key = node.args[1]
+    return key if type(key) is tuple else (key,)
+
+
+def _has_only_numbers(node: Node) -> bool:
+    """Whether it takes a part of a tensor by numbers and slices of numbers (`x[:, 0]`, `x[..., None, 1:]`)."""
+
+    def is_known(each: Any) -> bool:
+        if isinstance(each, slice):
+            numbers = all(type(number) in (int, type(None)) for number in (each.start, each.stop, each.step))
+            return numbers and (each.step is None or each.step > 0)
+        return each is None or each is ... or type(each) is int
+
+    key = _listed_key(node)
+    return all(map(is_known, key)) and sum(each is ... for each in key) <= 1 and len(shape_of(node.args[0])) > 0
+
+
+def _keeps_channels_last(node: Node) -> bool | None:
+    """None: it takes some of an image's channels, lines and columns."""
+    key = _listed_key(node)
+    keeps = all(isinstance(each, slice) for each in key) and all(each.step in (None, 1) for each in key[1:2])
+    return None if keeps else False
+
+
+@_view(operator.getitem, where=_has_only_numbers, channels_last=_keeps_channels_last)
+def _taken(seen: Seen, input: Value, key: Any) -> Call:
+    listed = key if type(key) is tuple else (key,)
+    calls: list[Call] = []
+
+    def take(each: Any, dim: int) -> int:
+        """How many dimensions it leaves there."""
+        source = seen.call(calls.pop()) if calls and each != _ALL else input
+        if each is None:
+            calls.append(unsqueezed(source, dim))
+        elif type(each) is int:
+            calls.append(_selected(source, dim, each))
+            return 0
+        elif each != _ALL:
+            calls.append(_sliced(source, dim, each))
+        return 1
+
+    before = listed.index(...) if ... in listed else len(listed)
+    dim = 0
+    for each in listed[:before]:
+        dim += take(each, dim)
+    dim = -1
+    for each in reversed(listed[before + 1 :]):
+        dim -= take(each, dim)
+    return calls[0] if calls else _sliced(input, 0, _ALL)
 
 
 def _splits(node: Node) -> bool:
-    size, dim = argument(node, 1, "split_size"), argument(node, 2, "dim", 0)
-    return type(size) is int and type(dim) is int and node.kwargs.keys() <= {"dim"}
+    if len(node.args) < 2 or not node.kwargs.keys() <= {"dim"}:
+        return False
+    size, dim = node.args[1], argument(node, 2, "dim", 0)
+    return all(type(each) is int for each in (dim, *(size if isinstance(size, (tuple, list)) else (size,))))
 
 
-@_view("split", torch.split, where=_splits, has_parts=True)
-def _split(seen: Seen, input: Value, size: int, dim: int = 0) -> list[Call]:
-    """As many parts as are wanted, none of them shorter than the others."""
+@_view("split", torch.split, "split_with_sizes", where=_splits, has_parts=True, channels_last=lambda node: None)
+def _split(seen: Seen, input: Value, size: int | tuple[int, ...], dim: int = 0) -> list[Call]:
+    """As many parts as are wanted, none of them shorter than it has to be."""
+    sizes = (size,) * seen.parts if isinstance(size, int) else size
+    whole = None if isinstance(size, int) else sum(sizes)
 
-    def part(place: int) -> Call:
+    def part(start: int, length: int) -> Call:
         def shape(shape: Shape) -> Shape:
-            sizes = list(shape)
-            sizes[dim] = size
-            return tuple(sizes)
+            return _with_size(shape, dim, length)
 
         def fits(shape: Shape) -> bool:
-            return shape[dim] >= (place + 1) * size
+            return shape[dim] >= start + length if whole is None else shape[dim] == whole
 
-        return Call("narrow", (input, dim, place * size, size), input, shape, fits=fits)
+        return Call("narrow", (input, dim, start, length), input, shape, fits=fits)
+
+    starts = itertools.accumulate(sizes, initial=0)
+    return [part(start, length) for start, length in zip(starts, sizes[: seen.parts], strict=False)]
+
+
+def _chunks(node: Node) -> bool:
+    return node.kwargs.keys() <= {"chunks", "dim"} and _has_numbers(node)
+
+
+@_view("chunk", torch.chunk, where=_chunks, has_parts=True, channels_last=lambda node: None)
+def _chunk(seen: Seen, input: Value, chunks: int, dim: int = 0) -> list[Call]:
+    def part(place: int) -> Call:
+        def bounds(size: int) -> range:
+            length = -(-size // chunks)
+            return range(size)[place * length : (place + 1) * length]
+
+        def shape(shape: Shape) -> Shape:
+            return _with_size(shape, dim, len(bounds(shape[dim])))
+
+        def fits(shape: Shape) -> bool:
+            return len(bounds(shape[dim])) > 0
+
+        return Call(chunked.__name__, (input, dim, chunks, place), input, shape, fits=fits)
+
+    return [part(place) for place in range(seen.parts)]
+
+
+@_view("unbind", torch.unbind, where=_has_numbers, has_parts=True)
+def _unbind(seen: Seen, input: Value, dim: int = 0) -> list[Call]:
+    def part(place: int) -> Call:
+        return _selected(input, dim, place)._replace(fits=lambda shape: shape[dim] > place)
 
     return [part(place) for place in range(seen.parts)]

@@ -16,9 +16,22 @@ def contiguous_unless_channels_last(image: Tensor) -> Tensor:
     return image if last else image.contiguous()
 
 
+def sliced(input: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
+    """`input[start:end:step]` along a dimension. `end`: may lie anywhere behind the last element."""
+    return input[(slice(None),) * (dim % input.dim()) + (slice(start, end, step),)]
+
+
+def chunked(input: Tensor, dim: int, chunks: int, place: int) -> Tensor:
+    """One of the parts that `input.chunk(chunks, dim)` gives."""
+    return input.chunk(chunks, dim)[place]
+
+
+_OWN = {function.__name__: function for function in (contiguous_unless_channels_last, sliced, chunked)}
+
+
 def view_of(name: str) -> Callable[..., Tensor] | None:
     """The function that a call of this name is; None: an operator's."""
-    if name == contiguous_unless_channels_last.__name__:
-        return contiguous_unless_channels_last
+    if name in _OWN:
+        return _OWN[name]
     function: Any = None if hasattr(torch.ops.xopt, name) else getattr(Tensor, name)
     return function  # type: ignore[no-any-return]

@@ -1,0 +1,26 @@
+"""Softmax over the last dimension, as a link of chains. By itself it stays torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn import functional
+
+from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.pattern import argument, dtype_of, shape_of
+from xopt.ops.fakes import FLOATING
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether it is torch's along the last dimension, in the dtype of its input."""
+    dims, dim = len(shape_of(node)), argument(node, 1, "dim")
+    last = type(dim) is int and dims > 0 and dim in (-1, dims - 1)
+    alone = len(node.args) <= 2 and node.kwargs.keys() <= {"dim"}
+    return last and alone and dtype_of(node) == dtype_of(node.args[0]) and dtype_of(node) in FLOATING
+
+
+@chainable(torch.softmax, functional.softmax, "softmax", where=_is_plain, is_torchs=True, is_row_major=True)
+def _softmax_call(seen: Seen, input: Value, dim: Any) -> Call:
+    return Call("softmax", (input, None), input, lambda shape: shape, fits=lambda shape: dim in (-1, len(shape) - 1))
