@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,11 @@ class AdaptivePoolCase:
     layout: str = "channels_last"
 
 
+VALUES = {"max": ("tiny", "specials"), "average": ("tiny", "mixed"), "norm": ("mixed",)}  # whose squares are numbers
+
+
 def sample(rng: random.Random) -> AdaptivePoolCase:
-    dims, kind = rng.choice((1, 2, 2, 2, 3)), rng.choice(("max", "average"))
+    dims, kind = rng.choice((1, 2, 2, 2, 3)), rng.choice(("max", "average", "norm"))
     return AdaptivePoolCase(
         seed=rng.randrange(1_000_000),
         kind=kind,
@@ -48,14 +52,29 @@ def sample(rng: random.Random) -> AdaptivePoolCase:
         channels=max(1, cases.pick_size(rng)),
         to=joined([rng.choice((1, 1, 2, 3, 7, 9)) for _ in range(dims)]),
         input=rng.choice(cases.FLOATS),
-        values=rng.choice(("normal", "integers", "zeros", "tiny", "specials" if kind == "max" else "mixed")),
+        values=rng.choice(("normal", "integers", "zeros", *VALUES[kind])),
         layout=cases.pick(rng, LAYOUTS),
     )
 
 
 def exact(case: AdaptivePoolCase, x: Tensor) -> Tensor:
     dims = len(numbers(case.to))
+    if case.kind == "norm":
+        return norm_of_parts(x, numbers(case.to))
     return (MAX if case.kind == "max" else AVERAGE)[dims - 1](x, numbers(case.to))  # type: ignore[no-any-return]
+
+
+def norm_of_parts(x: Tensor, to: list[int]) -> Tensor:
+    """Part by part, which torch has no function for."""
+    result = x.new_zeros(*x.shape[:2], *to)
+    for place in itertools.product(*map(range, to)):
+        part = x
+        for dim, (at, count) in enumerate(zip(place, to, strict=True), 2):
+            begin, end = at * x.shape[dim] // count, -(-(at + 1) * x.shape[dim] // count)
+            part = part.narrow(dim, begin, end - begin)
+        rows: tuple[Any, ...] = (slice(None), slice(None), *place)
+        result[rows] = part.flatten(2).norm(dim=-1)
+    return result
 
 
 def check(case: AdaptivePoolCase) -> None:
@@ -77,19 +96,22 @@ def test_cases(case_batch: list[AdaptivePoolCase]) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("layout", ["channels_last", "slice"])
 @pytest.mark.parametrize("size", ["3x40x60x60", "1x333x30x20", "2x45x3x30x31", "3x2100x7x7"])
-def test_the_mean_of_few_images_is_the_same_on_any_number_of_threads(
-    torch_threads: None, size: str, layout: str
+@pytest.mark.parametrize("kind", ["average", "norm"])
+def test_few_images_are_the_same_on_any_number_of_threads(
+    torch_threads: None, size: str, layout: str, kind: str
 ) -> None:
     """Threads share lines or channels of images that are fewer than they are."""
     images, channels, *spatial = numbers(size)
     for dtype in (torch.float32, torch.bfloat16):
         whole = torch.randn(images, *spatial, channels + 8).to(dtype) + 1
         x = (whole[..., :channels] if layout == "slice" else whole[..., :channels].contiguous()).movedim(-1, 1)
-        expected = x.double().mean([*range(2, x.dim())], keepdim=True)
+        over = [*range(2, x.dim())]
+        exact = x.double()
+        expected = exact.mean(over, True) if kind == "average" else torch.linalg.vector_norm(exact, 2, over, True)
         results = []
         for count in (1, 2, 3, 4, 7):
             torch.set_num_threads(count)
-            results.append(ops.adaptive_pool(x, "average", [1] * len(spatial)))
+            results.append(ops.adaptive_pool(x, kind, [1] * len(spatial)))
         torch.testing.assert_close(
             results[0].double(), expected, rtol=1e-6 if dtype == torch.float32 else 4e-3, atol=1e-6
         )
@@ -98,7 +120,7 @@ def test_the_mean_of_few_images_is_the_same_on_any_number_of_threads(
 
 X = torch.randn(2, 8, 6, 6)
 ERRORS: dict[str, tuple[Any, str]] = {
-    "kind": (lambda: ops.adaptive_pool(X, "min", [1, 1]), "kind: expected one of max, average, got 'min'"),
+    "kind": (lambda: ops.adaptive_pool(X, "min", [1, 1]), "kind: expected one of max, average, norm, got 'min'"),
     "dimensions": (lambda: ops.adaptive_pool(X[0, 0], "max", []), r"input: expected 3 to 5 .*got shape \[6, 6\]"),
     "count": (lambda: ops.adaptive_pool(X, "max", [1]), "output_size: expected 2 numbers, got 1"),
     "none": (lambda: ops.adaptive_pool(X, "max", [1, 0]), r"output_size: expected numbers of at least 1, got \[1, 0\]"),

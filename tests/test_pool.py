@@ -135,13 +135,16 @@ def call(x: Tensor, kind: str = "max", **options: Any) -> Tensor:
 
 X = torch.randn(2, 8, 6, 6)
 ERRORS: dict[str, tuple[Any, str]] = {
-    "kind": (lambda: call(X, "min"), "kind: expected one of max, average, got 'min'"),
+    "kind": (lambda: call(X, "min"), "kind: expected one of max, average, norm, got 'min'"),
     "dimensions": (lambda: call(X[0, 0]), r"input: expected 3 to 5 dimensions .*got shape \[6, 6\]"),
     "window": (lambda: call(X[..., :2]), "input: expected at least 3 elements.* dimension 1, got 2 with padding"),
     "padding": (lambda: call(X, padding=[2, 0]), r"padding: expected at most half .* 3, got \[2, 0\]"),
     "negative": (lambda: call(X, padding=[-1, 0]), r"padding: expected numbers of at least 0, got \[-1, 0\]"),
     "count": (lambda: call(X, stride=[1]), "stride: expected 2 numbers, got 1"),
-    "dilation": (lambda: call(X, "average", dilation=[2, 1]), r"dilation: expected 1 for an average, got \[2, 1\]"),
+    "dilation": (
+        lambda: call(X, "average", dilation=[2, 1]),
+        r"dilation: expected 1 for an average or a norm, got \[2, 1\]",
+    ),
     "dtype": (lambda: call(X.long()), "input: expected dtype .*, got int64"),
 }
 

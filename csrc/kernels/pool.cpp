@@ -41,15 +41,18 @@ struct Max {
   }
 };
 
-struct Average {
+// The mean, or the root of the sum of squares.
+template <bool kSquares>
+struct Sum {
   F value = set1(0.0F);
 
-  XOPT_INLINE F result(F divisor) const { return div(value, divisor); }
+  static XOPT_INLINE F added(F sum, F x) { return kSquares ? fma(x, x, sum) : add(sum, x); }
+  XOPT_INLINE F result(F divisor) const { return kSquares ? sqrt(value) : div(value, divisor); }
 
   // Sums of sums, since one of a whole image's values would round as often as there are values. A vector alone has four
   // under way: each addition waits for the one before.
   template <int N, class T>
-  static XOPT_INLINE void take_line(const T* x, int64_t width, int64_t step, int64_t count, Average (&sums)[N]) {
+  static XOPT_INLINE void take_line(const T* x, int64_t width, int64_t step, int64_t count, Sum (&sums)[N]) {
     constexpr int kChains = N == 1 ? 4 : 1;
     F line[kChains][N];
 #pragma GCC unroll 4
@@ -59,12 +62,12 @@ struct Average {
 #pragma GCC unroll 4
       for (int chain = 0; chain < kChains; ++chain, x += step) {
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) line[chain][n] = add(line[chain][n], load_first(x + n * kWidth, count));
+        for (int n = 0; n < N; ++n) line[chain][n] = added(line[chain][n], load_first(x + n * kWidth, count));
       }
     }
     for (; w < width; ++w, x += step) {
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) line[0][n] = add(line[0][n], load_first(x + n * kWidth, count));
+      for (int n = 0; n < N; ++n) line[0][n] = added(line[0][n], load_first(x + n * kWidth, count));
     }
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
@@ -74,6 +77,8 @@ struct Average {
     }
   }
 };
+using Average = Sum<false>;
+using Norm = Sum<true>;
 
 template <class Kind, int N, class T>
 XOPT_INLINE void reduce(const T* first, const PoolWindow* windows, const int64_t* step, int64_t count, F divisor,
@@ -173,9 +178,9 @@ void pool_position(const PoolCall& call, const T* image, const PoolWindow* windo
   });
 }
 
-// The mean of all pixels of images that are fewer than threads: these share channels where there are many.
-template <class T>
-void mean_by_channels(const PoolCall& call, int threads) {
+// All pixels of images that are fewer than threads, as one: these share channels where there are many.
+template <class Kind, class T>
+void sum_by_channels(const PoolCall& call, int threads) {
   const PatchesView& v = call.input;
   const PoolWindow windows[3] = {pool_window(call, 0, 0), pool_window(call, 1, 0), pool_window(call, 2, 0)};
   const int64_t pieces = v.channels / kChannelsAtOnce;
@@ -184,14 +189,14 @@ void mean_by_channels(const PoolCall& call, int threads) {
     const int64_t end = thread + 1 == count ? v.channels : pieces * (thread + 1) / count * kChannelsAtOnce;
     for (int64_t image = 0; image < call.images; ++image) {
       const T* from = static_cast<const T*>(v.data) + image * v.image_stride;
-      pool_position<Average>(call, from, windows, begin, end, static_cast<T*>(call.out) + image * v.channels);
+      pool_position<Kind>(call, from, windows, begin, end, static_cast<T*>(call.out) + image * v.channels);
     }
   });
 }
 
 // Otherwise lines, whose sums are then added up as one thread would have.
-template <class T>
-void mean_by_lines(const PoolCall& call, int threads) {
+template <class Kind, class T>
+void sum_by_lines(const PoolCall& call, int threads) {
   const PatchesView& v = call.input;
   const int64_t height = v.in[1], lines = v.in[0] * height, channels = v.channels;
   const Scratch scratch(static_cast<size_t>(call.images * lines * channels) * sizeof(float));
@@ -204,8 +209,8 @@ void mean_by_lines(const PoolCall& call, int threads) {
       from += depth * v.in_stride[0] + line * v.in_stride[1];
       each_channels(0, channels, [&](auto vectors, int64_t c, int64_t width) {
         constexpr int kCount = decltype(vectors)::value;
-        Average sum[kCount];
-        Average::take_line(from + c, v.in[2], v.in_stride[2], width, sum);
+        Kind sum[kCount];
+        Kind::take_line(from + c, v.in[2], v.in_stride[2], width, sum);
 #pragma GCC unroll 4
         for (int n = 0; n < kCount; ++n) store_first(sums + i * channels + c + n * kWidth, sum[n].value, width);
       });
@@ -215,10 +220,10 @@ void mean_by_lines(const PoolCall& call, int threads) {
   for (int64_t image = 0; image < call.images; ++image) {
     T* out = static_cast<T*>(call.out) + image * channels;
     for_each_vector(channels, [&](int64_t c, int64_t width) {
-      F value = set1(0.0F);
+      Kind all;
       const float* sum = sums + image * lines * channels + c;
-      for (int64_t line = 0; line < lines; ++line, sum += channels) value = add(value, load_first(sum, width));
-      store_first(out + c, div(value, divisor), width);
+      for (int64_t line = 0; line < lines; ++line, sum += channels) all.value = add(all.value, load_first(sum, width));
+      store_first(out + c, all.result(divisor), width);
     });
   }
 }
@@ -229,11 +234,11 @@ void pool_of(const PoolCall& call) {
   const int64_t lines = call.images * v.out[0] * v.out[1];
   const int64_t values = lines * v.out[2] * v.channels * v.kernel[0] * v.kernel[1] * v.kernel[2];
   const int64_t most = minimum<int64_t>(max_threads(), values / kValuesOfAThread + 1);
-  if constexpr (std::is_same_v<Kind, Average>) {
+  if constexpr (!std::is_same_v<Kind, Max>) {
     if (call.adaptive && lines * v.out[2] == call.images && call.images < most) {
       const int64_t by_lines = minimum(most, call.images * v.in[0] * v.in[1]);
-      if (v.channels >= most * kChannelsAtOnce) return mean_by_channels<T>(call, static_cast<int>(most));
-      return mean_by_lines<T>(call, static_cast<int>(by_lines));
+      if (v.channels >= most * kChannelsAtOnce) return sum_by_channels<Kind, T>(call, static_cast<int>(most));
+      return sum_by_lines<Kind, T>(call, static_cast<int>(by_lines));
     }
   }
   const int64_t threads = minimum(most, lines);
@@ -258,7 +263,10 @@ void pool_kind(const PoolCall& call) {
   return call.input.dtype == DType::bf16 ? pool_of<Kind, Bf16>(call) : pool_of<Kind, F16>(call);
 }
 
-void pool(const PoolCall& call) { return call.kind == Pool::max ? pool_kind<Max>(call) : pool_kind<Average>(call); }
+void pool(const PoolCall& call) {
+  if (call.kind == Pool::max) return pool_kind<Max>(call);
+  return call.kind == Pool::average ? pool_kind<Average>(call) : pool_kind<Norm>(call);
+}
 
 }  // namespace
 

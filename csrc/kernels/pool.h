@@ -1,12 +1,13 @@
-// Max and average pooling in channels_last: the contract of the kernel "pool" (dtype f32, that of its arithmetic; input
-// and output have the same of the three floating dtypes). A NaN under the window is the maximum, as in torch.
+// Max and average pooling in channels_last, and the square root of the sum of squares (norm): the contract of the kernel
+// "pool" (dtype f32, that of its arithmetic; input and output have the same of the three floating dtypes). A NaN under the window is the maximum, as in torch.
+// Squares are fp32: values from about 1e-19 to 1e19 have a norm.
 #pragma once
 
 #include "tiles/types.h"
 
 namespace xopt {
 
-enum class Pool : uint8_t { max, average };
+enum class Pool : uint8_t { max, average, norm };
 
 struct PoolCall {
   Pool kind;

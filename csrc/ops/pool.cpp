@@ -1,5 +1,5 @@
-// xopt::pool and xopt::adaptive_pool: max and average pooling over 1 to 3 spatial dimensions, with the channels last in
-// memory. The latter's windows are as many as the caller wants.
+// xopt::pool and xopt::adaptive_pool: the largest value, the mean or the Euclidean norm of windows over 1 to 3 spatial
+// dimensions, with the channels last in memory. The latter's windows are as many as the caller wants.
 #include "kernels/pool.h"
 
 #include "ops/conv_bands.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kOp = "pool";
 constexpr const char* kAdaptive = "adaptive_pool";
-constexpr NamedValue<Pool> kKinds[] = {{"max", Pool::max}, {"average", Pool::average}};
+constexpr NamedValue<Pool> kKinds[] = {{"max", Pool::max}, {"average", Pool::average}, {"norm", Pool::norm}};
 
 void run(const PoolCall& call) {
   static Kernel<PoolFn> kernel("pool", "f32");
@@ -78,8 +78,8 @@ PoolCall pool_call(const PoolArguments& arguments) {
       fail(kOp, "padding", "expected at most half of what the window spans, ", span + 1, ", got ",
            arguments.padding.text());
     }
-    if (call.kind == Pool::average && arguments.dilation[i] != 1) {
-      fail(kOp, "dilation", "expected 1 for an average, got ", arguments.dilation.text());
+    if (call.kind != Pool::max && arguments.dilation[i] != 1) {
+      fail(kOp, "dilation", "expected 1 for an average or a norm, got ", arguments.dilation.text());
     }
     call.input.in[at] = input.size(2 + i);
     call.input.kernel[at] = arguments.kernel[i];

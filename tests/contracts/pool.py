@@ -29,4 +29,5 @@ def samples_adaptive_pool() -> Iterator[Call]:
         x = random(2, 5, *(6, 7, 5)[:dims], dtype=dtype)
         yield (x, "max", [1] * dims), {}
         yield (x.movedim(1, -1).contiguous().movedim(-1, 1), "average", [3, 8, 2][:dims]), {}
+        yield (x, "norm", [2] * dims), {}
         yield (x[:0], "average", [2] * dims), {}

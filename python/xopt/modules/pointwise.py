@@ -270,7 +270,9 @@ def _is_chains_view(node: Node) -> bool:
 
 def _computes(node: Node) -> bool:
     kind = kind_of(node)
-    return kind is not None and not kind.is_torchs and not kind.is_view
+    if kind is None or kind.is_view:
+        return False
+    return not kind.is_torchs or (node.target is pointwise and math.prod(shape_of(node)) >= _FEW_APART)
 
 
 def _is_link(node: Node, steps: list[_Step]) -> bool:
