@@ -42,9 +42,7 @@ class Run {
     } else if (auto earlier = prepared_.recordings->run_like(sizes)) {
       record(std::move(sizes), std::move(earlier));
     } else {
-      shapes_ = std::make_shared<Shapes>();
-      shapes_->tensors = std::move(sizes);
-      shapes_->results.resize(results_.size());
+      note_shapes_of(std::move(sizes));
       run_all();
       prepared_.recordings->ran(std::move(shapes_));
     }
@@ -61,9 +59,18 @@ class Run {
   }
 
   void record(std::vector<int64_t> sizes, std::shared_ptr<const Shapes> earlier) {
-    recorder_ = std::make_unique<Recorder>(prepared_, tensors_, std::move(sizes), std::move(earlier));
+    if (earlier) note_shapes_of(sizes);
+    Joins joins = earlier ? Joins() : prepared_.recordings->joins(prepared_, tensors_, sizes);
+    recorder_ = std::make_unique<Recorder>(prepared_, tensors_, std::move(sizes), std::move(earlier), std::move(joins));
     run_all();
-    prepared_.recordings->add(recorder_->finish());
+    auto recording = recorder_->finish();
+    if (!recording) return prepared_.recordings->keep_apart(recorder_->parts_to_keep_apart());
+    if (!prepared_.recordings->add(std::move(recording))) prepared_.recordings->ran(std::move(shapes_));
+  }
+  void note_shapes_of(std::vector<int64_t> sizes) {
+    shapes_ = std::make_shared<Shapes>();
+    shapes_->tensors = std::move(sizes);
+    shapes_->results.resize(results_.size());
   }
 
   // False where a call that is no part of the recording has given something else than in the recorded run.
@@ -131,14 +138,15 @@ class Run {
     const PreparedArguments arguments = arguments_of(i);
     const PreparedCall& call = prepared_.calls[i];
     Tensor* results = &results_[i * kMostResults];
-    if (!recorder_) {
+    if (recorder_) {
+      CallNotes notes;
+      const WantedOutput wanted(recorder_->joins().place_of(i * kMostResults));
       call.run(Stack(&arguments), results);
-      if (shapes_) note_shapes(i);
-      return;
+      recorder_->ran(i, notes.take(), results_);
+    } else {
+      call.run(Stack(&arguments), results);
     }
-    CallNotes notes;
-    call.run(Stack(&arguments), results);
-    recorder_->ran(i, notes.take(), results_);
+    if (shapes_) note_shapes(i);
   }
   void note_shapes(size_t i) {
     for (size_t own = i * kMostResults; own < (i + 1) * kMostResults; ++own) {
@@ -215,7 +223,7 @@ class Run {
   const bool on_cpu_ = current_offload() == nullptr;
   std::vector<Tensor> results_;
   std::unique_ptr<Recorder> recorder_;  // where such tensors come again
-  std::shared_ptr<Shapes> shapes_;      // where they have not come before
+  std::shared_ptr<Shapes> shapes_;      // where they may not have come before
 };
 
 void chain(StableIValue* stack, uint64_t, uint64_t) {

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "ops/check.h"
+#include "ops/joins.h"
 #include "ops/noted_call.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
@@ -98,9 +99,18 @@ DType check_parts(const Tensors& parts, int64_t dim) {
   return dtype;
 }
 
+// Whether a part was computed where it goes (joins.h).
+bool lies_at(const Tensor& part, const Tensor& out, int64_t at) {
+  bool alike = part.data() == static_cast<const uint8_t*>(out.data()) + at;
+  for (int64_t dim = 0; alike && dim < out.dims(); ++dim) {
+    alike = part.size(dim) == 1 || part.stride(dim) == out.stride(dim);
+  }
+  return alike;
+}
+
 void run(const ConcatCall& call) {
   static Kernel<ConcatFn> kernel("concat", "f32");
-  kernel(call);
+  if (call.count > 0) kernel(call);
 }
 
 struct ConcatArguments {
@@ -127,25 +137,30 @@ Tensor concat(Stack stack) {
   int64_t sizes[kMostDims];
   std::copy_n(parts[0].sizes(), dims, sizes);
   for (int64_t i = 1; i < parts.size(); ++i) sizes[dim] += parts[i].size(dim);
-  Tensor out = Tensor::empty_in_order(sizes, dims, dtype, order.dims);
+  Tensor out = order.dims[dims - 1] == 1 ? WantedOutput::take(sizes, dims, dtype)
+                                         : Tensor::empty_in_order(sizes, dims, dtype, order.dims);
   if (out.numel() == 0) return out;
 
   ConcatCall call{};
   call.to = out.mutable_data();
   call.unit = dtype_size(dtype);
-  call.count = static_cast<int>(parts.size());
   int64_t before = 0;
+  const Tensor* copied[kMostParts];
   for (int64_t i = 0; i < parts.size(); ++i) {
-    if (!set_runs(parts[i], order, out, call.unit, &call.parts[i])) {
-      parts[i] = parts[i].contiguous_copy();
-      set_runs(parts[i], order, out, call.unit, &call.parts[i]);
-    }
-    call.parts[i].at = before * out.stride(dim) * call.unit;
+    const int64_t at = before * out.stride(dim) * call.unit;
     before += parts[i].size(dim);
+    if (lies_at(parts[i], out, at)) continue;
+    CopiedRuns& runs = call.parts[call.count];
+    if (!set_runs(parts[i], order, out, call.unit, &runs)) {
+      parts[i] = parts[i].contiguous_copy();
+      set_runs(parts[i], order, out, call.unit, &runs);
+    }
+    runs.at = at;
+    copied[call.count++] = &parts[i];
   }
   run(call);
   if (NotedCall* noted = note_call(&run, call)) {
-    for (int64_t i = 0; i < parts.size(); ++i) noted->reads(call.parts[i].from, parts[i]);
+    for (int i = 0; i < call.count; ++i) noted->reads(call.parts[i].from, *copied[i]);
     noted->writes(call.to, 0);
   }
   return out;

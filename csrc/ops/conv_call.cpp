@@ -4,6 +4,7 @@
 #include "kernels/pool.h"
 #include "ops/conv_bands.h"
 #include "ops/images.h"
+#include "ops/joins.h"
 #include "ops/tuned.h"
 #include "runtime/registry.h"
 
@@ -120,9 +121,9 @@ Tensor conv_output(const char* op, Tensor* bias, FusedArguments* fused, const in
   epilogue->bias = column_vector(op, "bias", bias, channels);
   fused->set(op, epilogue);
   set_residual(op, &fused->other, sizes, dims, epilogue);
-  Tensor out = Tensor::empty_channels_last(sizes, dims, epilogue->out_dtype);
+  Tensor out = WantedOutput::take(sizes, dims, epilogue->out_dtype);
   epilogue->out = out.mutable_data();
-  epilogue->out_row_stride = channels;
+  epilogue->out_row_stride = dims > 2 ? out.stride(dims - 1) : channels;
   return out;
 }
 

@@ -135,20 +135,33 @@ std::shared_ptr<const Shapes> Recordings::run_like(const std::vector<int64_t>& s
   return last_;
 }
 
+Joins Recordings::joins(const PreparedCalls& prepared, const Tensors& tensors,
+                        const std::vector<int64_t>& sizes) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_known = last_ && last_->tensors == sizes;
+  return is_known ? Joins(prepared, tensors, last_->results, apart_) : Joins();
+}
+
+void Recordings::keep_apart(const std::vector<size_t>& results) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  apart_.insert(apart_.end(), results.begin(), results.end());
+}
+
 void Recordings::ran(std::shared_ptr<const Shapes> run) {
   const std::lock_guard<std::mutex> lock(mutex_);
   last_ = std::move(run);
 }
 
-void Recordings::add(std::shared_ptr<const Recording> recording) {
+bool Recordings::add(std::shared_ptr<const Recording> recording) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!recording->varies.empty()) {
     const bool is_worth_it = recording->is_worth_it();
     to_skip_ = is_worth_it ? 0 : std::min(2 * to_skip_ + 1, kMostSkipped);
-    if (!is_worth_it) return;
+    if (!is_worth_it) return false;
   }
   if (all_.size() >= kMost) all_.clear();
   all_.push_back(std::move(recording));
+  return true;
 }
 
 bool Recording::is_of(const std::vector<int64_t>& given) const {
@@ -180,13 +193,15 @@ bool Recording::fits(const std::vector<const uint8_t*>& tensors) const {
 // ---- What is noted ---------------------------------------------------------------------------------------------------
 
 Recorder::Recorder(const PreparedCalls& prepared, const Tensors& tensors, std::vector<int64_t> sizes,
-                   std::shared_ptr<const Shapes> earlier)
+                   std::shared_ptr<const Shapes> earlier, Joins joins)
     : prepared_(prepared),
       sizes_(std::move(sizes)),
       earlier_(std::move(earlier)),
+      joins_(std::move(joins)),
       varies_(earlier_ ? varying(earlier_->tensors, sizes_) : std::vector<bool>()),
       seen_(prepared.calls.size()),
-      results_(prepared.calls.size() * kMostResults) {
+      results_(prepared.calls.size() * kMostResults),
+      is_tensor_(results_.size()) {
   for (int64_t i = 0; i < tensors.size(); ++i) {
     tensors_.push_back({static_cast<const uint8_t*>(tensors[i].data()), bytes_spanned(tensors[i])});
   }
@@ -227,6 +242,13 @@ bool Recorder::see_result(size_t place, const Tensor& result) {
   if (!dtype) return false;
   SeenResult& seen = results_[place];
   seen.root = {Where::In::result, place, 0};
+  seen.is_part = joins_.is_part(place, result);
+  if (seen.is_part) {
+    const size_t whole = joins_.whole_of(place);
+    seen.root = {
+        Where::In::result, whole,
+        static_cast<const uint8_t*>(result.data()) - static_cast<const uint8_t*>(joins_.place_of(whole)->data())};
+  }
   seen.memory = {static_cast<const uint8_t*>(result.data()), bytes_spanned(result)};
   seen.like = {place,
                {result.sizes(), result.sizes() + result.dims()},
@@ -261,8 +283,9 @@ Where Recorder::root_of(const PreparedArgument& argument, const uint8_t* data) c
 bool Recorder::find(size_t call, NotedCall::Pointer* pointer) const {
   const auto* value = static_cast<const uint8_t*>(pointer->value);
   if (pointer->result >= 0) {
-    const size_t place = call * kMostResults + static_cast<size_t>(pointer->result);
-    pointer->where = {Where::In::result, place, value - results_[place].memory.data};
+    const SeenResult& own = results_[call * kMostResults + static_cast<size_t>(pointer->result)];
+    pointer->where = own.root;
+    pointer->where.bytes += value - own.memory.data;
     return true;
   }
   if (pointer->argument < 0) return false;  // a copy that was made of an argument
@@ -293,7 +316,7 @@ std::vector<RecordedStep> Recorder::steps() {
     steps.back().begin = begin;
     steps.back().end = begin + seen_[begin].together;
   }
-  std::vector<bool> is_tensor(results_.size());
+  std::vector<bool>& is_tensor = is_tensor_;
   for (const size_t result : prepared_.returned) is_tensor[result] = true;
   for (size_t i = steps.size(); i-- > 0;) {
     RecordedStep& step = steps[i];
@@ -345,6 +368,8 @@ std::shared_ptr<const Recording> Recorder::finish() {
   recording->sizes = sizes_;
   recording->varies = varies_;
   recording->steps = steps();
+  if (!parts_to_keep_apart().empty()) return nullptr;
+  make_wholes_first(&recording->steps);
   for (const RecordedStep& step : recording->steps) {
     for (const std::unique_ptr<NotedCall>& noted : step.noted) {
       for (const NotedCall::Packed& packed : noted->packed)
@@ -353,6 +378,38 @@ std::shared_ptr<const Recording> Recorder::finish() {
   }
   place_results(recording.get());
   return recording;
+}
+
+std::vector<size_t> Recorder::parts_to_keep_apart() const {
+  std::vector<size_t> found;
+  for (size_t result = 0; result < results_.size(); ++result) {
+    if (!results_[result].is_part) continue;
+    const size_t call = result / kMostResults, whole = joins_.whole_of(result) / kMostResults;
+    if (is_tensor_[result] || !seen_[call].is_known || !seen_[whole].is_known) found.push_back(result);
+  }
+  return found;
+}
+
+// What is joined is a tensor before its first part is written.
+void Recorder::make_wholes_first(std::vector<RecordedStep>* steps) {
+  const auto writes = [](const RecordedStep& step, size_t result) {
+    for (const std::unique_ptr<NotedCall>& noted : step.noted) {
+      for (const NotedCall::Pointer& pointer : noted->pointers) {
+        if (pointer.where.in == Where::In::result && pointer.where.place == result) return true;
+      }
+    }
+    return false;
+  };
+  for (size_t i = 0; i < steps->size(); ++i) {
+    for (size_t made = 0; made < (*steps)[i].results.size(); ++made) {
+      const size_t place = (*steps)[i].results[made].place;
+      const auto first = std::find_if(steps->begin(), steps->begin() + static_cast<std::ptrdiff_t>(i),
+                                      [&](const RecordedStep& step) { return writes(step, place); });
+      if (first == steps->begin() + static_cast<std::ptrdiff_t>(i)) continue;
+      first->results.push_back(std::move((*steps)[i].results[made]));
+      (*steps)[i].results.erase((*steps)[i].results.begin() + static_cast<std::ptrdiff_t>(made--));
+    }
+  }
 }
 
 void Recorder::place_results(Recording* recording) const {

@@ -10,6 +10,7 @@
 #include <array>
 #include <mutex>
 
+#include "ops/joins.h"
 #include "ops/noted_call.h"
 #include "ops/prepared.h"
 
@@ -68,11 +69,16 @@ class Recordings {
                                         const std::vector<const uint8_t*>& tensors) const;
   // Whether such sizes are worth a recording: they have been asked about before.
   bool come_again(const std::vector<int64_t>& sizes);
+  // Where results are wanted, as far as the last run that was not recorded tells, if it was of such sizes.
+  Joins joins(const PreparedCalls& prepared, const Tensors& tensors, const std::vector<int64_t>& sizes) const;
+  // These results are no parts of others any more.
+  void keep_apart(const std::vector<size_t>& results);
   // A run before with tensors of as many dimensions; nullptr where there was none, or recordings of what is alike have
   // come to little.
   std::shared_ptr<const Shapes> run_like(const std::vector<int64_t>& sizes);
   void ran(std::shared_ptr<const Shapes> run);
-  void add(std::shared_ptr<const Recording> recording);
+  // False: it is not worth being kept.
+  bool add(std::shared_ptr<const Recording> recording);
 
  private:
   static constexpr size_t kMost = 32, kMostSkipped = 63;
@@ -81,15 +87,18 @@ class Recordings {
   std::array<uint64_t, kMost> seen_{};  // hashes of sizes, the oldest at next_
   size_t next_ = 0;
   std::shared_ptr<const Shapes> last_;
+  std::vector<size_t> apart_;
   size_t skipped_ = 0, to_skip_ = 0;  // runs after a recording that was not worth it
 };
 
 // Notes what is run.
 class Recorder {
  public:
-  // `sizes`: of the tensors. `earlier`: a run with other ones, if what differs from it is not to be noted.
+  // `sizes`: of the tensors. `earlier`: a run with other ones, if what differs from it is not to be noted. `joins`: which
+  // results are wanted where.
   Recorder(const PreparedCalls& prepared, const Tensors& tensors, std::vector<int64_t> sizes,
-           std::shared_ptr<const Shapes> earlier);
+           std::shared_ptr<const Shapes> earlier, Joins joins);
+  const Joins& joins() const { return joins_; }
 
   // A call, and what its operator noted; its results are there, and so is what it read. What is said last about a call
   // holds: convolutions are planned, maybe several times, before they are run.
@@ -97,7 +106,9 @@ class Recorder {
   // Calls that have been run together, of which nobody else reads but the last one's result.
   void ran_together(size_t begin, size_t end) { seen_[begin].together = end - begin; }
 
+  // nullptr: there are parts of others that must not be: they are wanted as tensors, or computed by what was not noted.
   std::shared_ptr<const Recording> finish();
+  std::vector<size_t> parts_to_keep_apart() const;
 
  private:
   struct Memory {
@@ -108,7 +119,7 @@ class Recorder {
     Where root;  // a tensor, or the result whose memory this is
     Memory memory;
     RecordedResult like;
-    bool varies = false;
+    bool varies = false, is_part = false;
   };
   struct SeenCall {
     NotedCalls noted;
@@ -124,6 +135,7 @@ class Recorder {
   Where root_of(const PreparedArgument& argument, const uint8_t* data) const;
   bool is_known(size_t begin, size_t end) const;
   std::vector<RecordedStep> steps();
+  static void make_wholes_first(std::vector<RecordedStep>* steps);
   void expect_results(RecordedStep* step) const;
   void take_noted(RecordedStep* step, const std::vector<bool>& is_tensor);
   void place_results(Recording* recording) const;
@@ -131,10 +143,12 @@ class Recorder {
   const PreparedCalls& prepared_;
   const std::vector<int64_t> sizes_;
   const std::shared_ptr<const Shapes> earlier_;
+  const Joins joins_;
   const std::vector<bool> varies_;  // tensors
   std::vector<Memory> tensors_;
   std::vector<SeenCall> seen_;
   std::vector<SeenResult> results_;
+  std::vector<bool> is_tensor_;  // results that somebody wants as such
 };
 
 // Runs a step that was noted; results that others read become tensors.
