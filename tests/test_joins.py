@@ -97,7 +97,7 @@ class Images:
         return {"depthwise": self.depthwise, "norm": self.norm, "pool": self.pool}[kind](source)
 
     def check(self, *returned: Result) -> int:
-        """Returns how often the last run has copied parts. Each run has values of its own, the earlier ones' are gone."""
+        """Returns how often the last run has copied parts. Each run has its own values, the earlier ones' are gone."""
         text = calls_text(self.program.lines, returned)
         earlier: list[Tensor] = []
         copies = 0
