@@ -168,7 +168,7 @@ FUNCTIONS: dict[str, tuple[Any, bool]] = {
     "mean of lines": (lambda x: x.mean(3), False),
     "mean of channels": (lambda x: x.mean((1, 2)), False),
     "mean in another dtype": (lambda x: x.mean((2, 3), dtype=torch.float64).float(), False),
-    "mean of matrices": (lambda x: (x @ x.transpose(2, 3)).mean((2, 3)), False),
+    "mean of matrices": (lambda x: (x @ x.transpose(2, 3)).mean((2, 3)), True),
 }
 
 

@@ -83,11 +83,11 @@ class _Window:
         return any(each in self._dependent for each in node.all_input_nodes)
 
     def lies_otherwise(self, node: Any) -> bool:
-        """Whether it is a link's result, or a view, that is not known to lie in memory as the images of links do."""
+        """Whether it is a view that is not known to lie in memory as the images of links do."""
         step = node.args[0] if self.has_part(node) else node
         kind = self._kinds.get(step)
         if kind is None or not kind.is_view:
-            return kind is not None and kind.is_row_major
+            return False
         source, is_last = step.args[0], kind.channels_last(step)
         return source not in self._kinds or is_last is False or (is_last is None and self.lies_otherwise(source))
 
