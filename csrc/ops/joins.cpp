@@ -83,6 +83,8 @@ void Joins::join(const PreparedCalls& prepared, size_t call, const std::vector<b
   const Image whole(shapes[result]);
   const int64_t dim = arguments.back().integer;
   if (!whole.has_channels_last() || (dim != 1 && dim != 1 - whole.dims)) return;
+  const std::optional<DType> dtype = dtype_from_torch(static_cast<int32_t>(shapes[result][0]));
+  if (!dtype) return;
   int64_t channel = 0;
   for (size_t i = 1; i + 1 < arguments.size(); ++i) {
     const auto part = static_cast<size_t>(arguments[i].integer);
@@ -94,8 +96,7 @@ void Joins::join(const PreparedCalls& prepared, size_t call, const std::vector<b
     const bool is_alike = image.has_channels_last() && shapes[part][0] == shapes[result][0];
     if (may_be_part[part] && is_alike && wholes_[part] == kNone) {
       if (!places_[result]) {
-        places_[result] = Tensor::empty_strided(whole.sizes, whole.strides, whole.dims,
-                                                *dtype_from_torch(static_cast<int32_t>(shapes[result][0])));
+        places_[result] = Tensor::empty_strided(whole.sizes, whole.strides, whole.dims, *dtype);
       }
       places_[part] = places_[result].view(image.sizes, places_[result].strides(), image.dims, channel);
       wholes_[part] = wholes_[result] == kNone ? result : wholes_[result];

@@ -87,7 +87,7 @@ def chainable(
     of a list of calls.
 
     `where`: which of a graph's steps are worth asking for. `is_view`: it computes nothing. `takes_images`: how its
-    input lies in memory makes a difference, so that it must be a link's image, or have its channels last as that has.
+    input lies in memory makes a difference, so that it must be a link's result, or have its channels last as that has.
     `is_torchs`: by itself it stays torch's, which is as quick; no chain is made of nothing but such. `channels_last`:
     whether an image has its channels last in this view; None: if its source has. `is_row_major`: the result is
     contiguous whatever is given."""
