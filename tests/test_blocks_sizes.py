@@ -67,7 +67,7 @@ def test_a_forward_that_looks_at_sizes_or_classes(name: str, lengths: tuple[int,
     with torch.no_grad():
         for length in lengths:
             x = torch.randn(2, length, 64)
-            torch.testing.assert_close(optimized(x), source(x))
+            torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-4)
 
 
 def test_an_attribute_that_somebody_has_set_on_a_tensor() -> None:
@@ -78,7 +78,7 @@ def test_an_attribute_that_somebody_has_set_on_a_tensor() -> None:
         for scale in (1.0, 2.0, 3.0):
             x: Any = X.clone()
             x.scale = scale
-            torch.testing.assert_close(optimized(x), source(x))
+            torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["get", "in a set", "shape", "f-string", "a size as torch's", "counts"])

@@ -410,7 +410,7 @@ def test_products_and_softmax_between(chained: list[int]) -> None:
     class Squared(Attention):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             query, key, value = (self.heads(layer(x)) for layer in (self.query, self.key, self.value))
-            weights = (query @ key.mT * 0.25).softmax(dim=-1)
+            weights = functional.softmax(query @ key.mT * 0.25, dim=-1)
             result: Tensor = self.out((weights @ weights.mT @ value).transpose(1, 2).flatten(2))
             return result
 

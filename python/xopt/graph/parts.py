@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _AvgPoolNd, _MaxPoolNd
 
 EXAMPLE = "example"  # in a node's meta: its value in the recorded call, and of a tensor only a description
 
@@ -20,8 +21,20 @@ _KEEP_SIZES = frozenset(
     {
         *("float", "bfloat16", "half", "double", "to", "type", "type_as", "contiguous", "clone", "detach"),
         *("gelu", "relu", "silu", "sigmoid", "tanh", "softmax", "neg", "dropout", "layer_norm", "rms_norm"),
+        *(
+            "batch_norm",
+            "group_norm",
+            "instance_norm",
+            "relu6",
+            "hardswish",
+            "hardsigmoid",
+            "leaky_relu",
+            "mish",
+            "elu",
+        ),
     }
 )
+_POOLS = (_MaxPoolNd, _AvgPoolNd, _AdaptiveMaxPoolNd, _AdaptiveAvgPoolNd)
 _SPREAD = frozenset({"add", "sub", "mul", "truediv", "div", "__add__", "__mul__", "__radd__", "__rmul__"})
 _GIVEN_SIZES = frozenset({"reshape", "view"})
 
@@ -85,6 +98,8 @@ def is_same_in_all_calls(node: Node, dim: int) -> bool:
     if not isinstance(source, Node):
         return False
     module = source.meta.get(EXAMPLE)
+    if isinstance(module, _POOLS):
+        return dim == 1 and len(shape) >= 4 and is_same_in_all_calls(node.args[1], dim)  # type: ignore[arg-type]
     if isinstance(module, nn.Module):
         return _is_of_module(module, shape, dim)
     if name == "linear":

@@ -25,7 +25,8 @@ def chain_steps(graph: Graph) -> None:
     # Asked before the first chain is made: whose dtype is fixed is told by what it comes from.
     kinds = {node: kind_of(node) for node in graph.nodes if node.op not in ("placeholder", "get_attr")}
     for node, kind in kinds.items():
-        if kind is not None and kind.takes_images and window.lies_otherwise(_image_of(node)):
+        takes_image = kind is not None and kind.takes_images and not _has_one_channel(node)
+        if takes_image and window.lies_otherwise(_image_of(node)):
             window.close()
         if kind is not None or is_told_size(node) or window.has_part(node):
             window.add(node, kind)
@@ -38,6 +39,11 @@ def chain_steps(graph: Graph) -> None:
 def _image_of(node: Node) -> Any:
     """What a step takes first but for its module."""
     return next((each for each in node.args if isinstance(each, Node) and each.op != "get_attr"), None)
+
+
+def _has_one_channel(node: Node) -> bool:
+    """Of an image that has one channel and comes to have one, any layout is with the channels last."""
+    return shape_of(node)[1:2] == shape_of(_image_of(node))[1:2] == (1,)
 
 
 def kind_of(node: Node) -> Linkable | None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from xopt.modules.activation import RELU
+from xopt.modules.activation import RELU, plain_activation
 from xopt.modules.chain import Call, Seen, Shape, chainable
 from xopt.modules.pattern import (
     ADD,
@@ -24,6 +24,7 @@ from xopt.modules.pattern import (
     dtype_of,
     only_user,
     operands,
+    orders,
     replace,
     shape_of,
     step,
@@ -47,6 +48,29 @@ class ReluOfSum(Pattern):
             parts = operands(source, ADD)
             if parts is not None and _combines(source) and only_user(source) is node:
                 replace(graph, node, relu_of_sum, parts, {})
+
+
+class SpreadAnyway(Pattern):
+    """`x * gate.expand_as(x)`: arithmetic spreads the gate by itself."""
+
+    stage: ClassVar[int] = 0
+    switch: ClassVar[str] = "fuse_conv"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, "expand_as"):
+            if len(node.args) == 2 and all(_is_spread_by(user, node) for user in node.users):
+                node.replace_all_uses_with(node.args[0])
+
+
+def _is_spread_by(user: Any, expanded: Node) -> bool:
+    """Whether it combines what is expanded with the tensor that it is expanded to, or with an activation of that."""
+    for targets in (ADD, SUBTRACT, MULTIPLY):
+        for one, other in orders(user, targets):
+            alike = (other, other.args[0]) if plain_activation(other) is not None else (other,)
+            if one is expanded and expanded.args[1] in alike and dtype_of(expanded) == dtype_of(other):
+                return True
+    return False
 
 
 class SpreadOperand(Pattern):

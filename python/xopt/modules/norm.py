@@ -102,7 +102,7 @@ def _layer_norm_call(
     return _add_layer_norm_call(seen, input, None, weight, bias, eps=eps, out_dtype=out_dtype, return_sum=False)
 
 
-@chainable(add_layer_norm, where=lambda node: True, has_parts=True)
+@chainable(add_layer_norm, where=lambda node: True, has_parts=True, is_row_major=True)
 def _add_layer_norm_call(
     seen: Seen,
     input: Value,
@@ -126,7 +126,7 @@ def _rms_norm_call(
     return _add_rms_norm_call(seen, input, None, weight, **options, return_sum=False)
 
 
-@chainable(add_rms_norm, where=lambda node: True, has_parts=True)
+@chainable(add_rms_norm, where=lambda node: True, has_parts=True, is_row_major=True)
 def _add_rms_norm_call(
     seen: Seen,
     input: Value,
@@ -310,7 +310,7 @@ def _has_parameter(node: Node) -> bool:
     return has_own_packed_weight(module)
 
 
-@chainable(linear_norm, where=_has_parameter, has_parts=True)
+@chainable(linear_norm, where=_has_parameter, has_parts=True, is_row_major=True)
 def _linear_norm_call(
     seen: Seen,
     module: PackedProduct,

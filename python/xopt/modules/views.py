@@ -24,6 +24,7 @@ from xopt.ops.views import chunked, contiguous_unless_channels_last, sliced
 _ALL = slice(None)
 _MOST_DIMS = 8  # that a call of a chain knows
 _MOST = 2**63 - 1  # elements
+_PARTED = ("split", torch.split, "split_with_sizes", "chunk", torch.chunk)
 
 
 def _view(
@@ -96,7 +97,30 @@ def numbers_of(sizes: tuple[Any, ...]) -> tuple[tuple[Value, ...], Callable[...,
     return values, numbers
 
 
-@_view("reshape", "view", torch.reshape, where=_has_sizes)
+def _puts_channels_last(node: Node) -> bool:
+    """Whether the last dimension of rows becomes an image's channels."""
+    dims, source = len(shape_of(node)), node.args[0]
+    if permutation(node) is not None:
+        return dims > 2 and permutation(node) == (0, dims - 1, *range(1, dims - 1)) and _are_rows(source)
+    is_image = dims > 3 and len(shape_of(source)) == 3 and shape_of(node)[:2] == shape_of(source)[:2]
+    return is_image and permutation(source) == (0, 2, 1) and _are_rows(source.args[0])  # type: ignore[union-attr]
+
+
+def _are_rows(node: Any) -> bool:
+    """Whether a tensor's dimensions lie in memory in their order, be it with gaps between: a layer's result, or parts
+    of its rows."""
+    if is_call(node, operator.getitem):
+        source: Any = node.args[0]
+        if type(node.args[1]) is int:
+            return _are_rows(source.args[0] if is_call(source, *_PARTED) else source)
+        whole = all(isinstance(each, slice) and each.step in (None, 1) for each in _listed_key(node))
+        return whole and _are_rows(source)
+    if is_call(node, "reshape", "view", torch.reshape, "unflatten"):
+        return _are_rows(node.args[0])
+    return is_call(node, *linkables) and linkables[node.target].is_row_major
+
+
+@_view("reshape", "view", torch.reshape, where=_has_sizes, channels_last=_puts_channels_last)
 def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
     sizes = _listed(given)
     others, numbers = numbers_of(sizes)
@@ -149,14 +173,6 @@ def transposed(input: Value, dim0: int, dim1: int) -> Call:
 @_view("transpose", torch.transpose, where=_has_numbers)
 def _transpose(seen: Seen, input: Value, dim0: int, dim1: int) -> Call:
     return transposed(input, dim0, dim1)
-
-
-def _puts_channels_last(node: Node) -> bool:
-    """Whether the last dimension of what is contiguous becomes an image's channels."""
-    last = len(shape_of(node)) - 1
-    source: Any = node.args[0]
-    is_image = last > 1 and permutation(node) == (0, last, *range(1, last))
-    return is_image and is_call(source, *linkables) and linkables[source.target].is_row_major
 
 
 @_view("permute", torch.permute, where=_has_sizes, channels_last=_puts_channels_last)
