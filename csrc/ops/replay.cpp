@@ -316,21 +316,20 @@ std::vector<RecordedStep> Recorder::steps() {
     steps.back().begin = begin;
     steps.back().end = begin + seen_[begin].together;
   }
-  std::vector<bool>& is_tensor = is_tensor_;
-  for (const size_t result : prepared_.returned) is_tensor[result] = true;
+  for (const size_t result : prepared_.returned) is_tensor_[result] = true;
   for (size_t i = steps.size(); i-- > 0;) {
     RecordedStep& step = steps[i];
     const bool is_view = prepared_.calls[step.begin].is_view;
     const bool is_known = this->is_known(step.begin, step.end);
-    if (is_known && is_view && !is_tensor[step.begin * kMostResults]) {
+    if (is_known && is_view && !is_tensor_[step.begin * kMostResults]) {
       steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(i));
     } else if (is_known && !is_view) {
-      take_noted(&step, is_tensor);
+      take_noted(&step);
     } else {
       step.is_view = is_known && is_view;
       if (!step.is_view) expect_results(&step);
       for (size_t call = step.begin; call < step.end; ++call) {
-        each_result(prepared_.calls[call], [&](size_t read) { is_tensor[read] = true; });
+        each_result(prepared_.calls[call], [&](size_t read) { is_tensor_[read] = true; });
       }
     }
   }
@@ -346,7 +345,7 @@ void Recorder::expect_results(RecordedStep* step) const {
   }
 }
 
-void Recorder::take_noted(RecordedStep* step, const std::vector<bool>& is_tensor) {
+void Recorder::take_noted(RecordedStep* step) {
   const size_t first_own = step->begin * kMostResults, last_own = (step->end - 1) * kMostResults;
   for (size_t call = step->begin; call < step->end; ++call) {
     for (std::unique_ptr<NotedCall>& noted : seen_[call].noted) {
@@ -359,7 +358,7 @@ void Recorder::take_noted(RecordedStep* step, const std::vector<bool>& is_tensor
     }
   }
   for (size_t own = 0; own < kMostResults; ++own) {
-    if (is_tensor[last_own + own]) step->results.push_back(results_[last_own + own].like);
+    if (is_tensor_[last_own + own]) step->results.push_back(results_[last_own + own].like);
   }
 }
 
@@ -400,14 +399,11 @@ void Recorder::make_wholes_first(std::vector<RecordedStep>* steps) {
     }
     return false;
   };
-  for (size_t i = 0; i < steps->size(); ++i) {
-    for (size_t made = 0; made < (*steps)[i].results.size(); ++made) {
-      const size_t place = (*steps)[i].results[made].place;
-      const auto first = std::find_if(steps->begin(), steps->begin() + static_cast<std::ptrdiff_t>(i),
-                                      [&](const RecordedStep& step) { return writes(step, place); });
-      if (first == steps->begin() + static_cast<std::ptrdiff_t>(i)) continue;
-      first->results.push_back(std::move((*steps)[i].results[made]));
-      (*steps)[i].results.erase((*steps)[i].results.begin() + static_cast<std::ptrdiff_t>(made--));
+  for (auto step = steps->begin(); step != steps->end(); ++step) {
+    for (RecordedResult& made : std::exchange(step->results, {})) {
+      const auto first =
+          std::find_if(steps->begin(), step, [&](const RecordedStep& each) { return writes(each, made.place); });
+      first->results.push_back(std::move(made));
     }
   }
 }

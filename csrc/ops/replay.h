@@ -137,7 +137,7 @@ class Recorder {
   std::vector<RecordedStep> steps();
   static void make_wholes_first(std::vector<RecordedStep>* steps);
   void expect_results(RecordedStep* step) const;
-  void take_noted(RecordedStep* step, const std::vector<bool>& is_tensor);
+  void take_noted(RecordedStep* step);
   void place_results(Recording* recording) const;
 
   const PreparedCalls& prepared_;

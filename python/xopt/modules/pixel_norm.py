@@ -16,6 +16,11 @@ from xopt.ops.fakes import FLOATING
 
 _IMAGE_DIMS = (4, 5)
 _adaptive_pool = torch.ops.xopt.adaptive_pool.default
+# What torch's functions take, by place or by name.
+_FUNCTIONS: tuple[tuple[tuple[str, ...], tuple[Any, ...]], ...] = (
+    (("input", "p", "dim", "keepdim"), (torch.norm, "norm")),
+    (("input", "ord", "dim", "keepdim"), (torch.linalg.vector_norm,)),
+)
 
 
 class FindPixelNorms(Pattern):
@@ -31,12 +36,6 @@ class FindPixelNorms(Pattern):
                 is_last = _channels_are_last(node, given)
                 if is_last is not None and given.keys() <= {*names}:
                     _replace(graph, node, given["input"], is_last, given.get("keepdim", False))
-
-
-_FUNCTIONS: tuple[tuple[tuple[str, ...], tuple[Any, ...]], ...] = (
-    (("input", "p", "dim", "keepdim"), (torch.norm, "norm")),
-    (("input", "ord", "dim", "keepdim"), (torch.linalg.vector_norm,)),
-)
 
 
 def _channels_are_last(node: Any, given: dict[str, Any]) -> bool | None:
