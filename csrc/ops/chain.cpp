@@ -5,7 +5,7 @@
 
 #include "ops/check.h"
 #include "ops/conv_bands.h"
-#include "ops/replay.h"
+#include "ops/recorder.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
 #include "runtime/trace.h"

@@ -10,35 +10,6 @@
 namespace xopt::ops {
 namespace {
 
-constexpr uintptr_t kAlignment = 64;  // of the block's parts, and what kernels want of packed weights
-
-// From its first element to its last; 0 of dtypes that kernels know nothing of.
-int64_t bytes_spanned(const Tensor& tensor) {
-  const std::optional<DType> dtype = dtype_from_torch(tensor.dtype_code());
-  return dtype ? elements_spanned(tensor.sizes(), tensor.strides(), tensor.dims()) * dtype_size(*dtype) : 0;
-}
-
-// A result's place in the block, for the steps while which somebody reads it.
-struct Placed {
-  size_t result, from, until;
-  int64_t begin, end;
-};
-
-// The lowest place that is free all the time.
-void place(std::vector<Placed>* all, size_t result, size_t from, size_t until, int64_t bytes) {
-  std::vector<Placed> busy;
-  for (const Placed& other : *all) {
-    if (other.from <= until && from <= other.until) busy.push_back(other);
-  }
-  std::sort(busy.begin(), busy.end(), [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
-  int64_t begin = 0;
-  for (const Placed& other : busy) {
-    if (other.begin >= begin + bytes) break;
-    begin = std::max(begin, other.end);
-  }
-  all->push_back({result, from, until, begin, begin + bytes});
-}
-
 // What sizes_of says of a tensor: its dimensions, dtype and device, then sizes and strides.
 constexpr size_t kFixed = 3;
 size_t length_of(int64_t dims) { return kFixed + 2 * static_cast<size_t>(dims); }
@@ -58,7 +29,8 @@ bool compare_tensors(const std::vector<int64_t>& one, const std::vector<int64_t>
   return true;
 }
 
-// Which tensors have other sizes or strides; none: they differ in more.
+}  // namespace
+
 std::vector<bool> varying(const std::vector<int64_t>& one, const std::vector<int64_t>& other) {
   std::vector<bool> varies;
   const auto note = [&](size_t, size_t begin, size_t end) {
@@ -69,8 +41,6 @@ std::vector<bool> varying(const std::vector<int64_t>& one, const std::vector<int
   };
   return compare_tensors(one, other, note) ? varies : std::vector<bool>();
 }
-
-}  // namespace
 
 std::vector<int64_t> shape_of(const Tensor& result) {
   if (!result) return {};
@@ -184,279 +154,10 @@ bool Recording::is_worth_it() const {
 bool Recording::fits(const std::vector<const uint8_t*>& tensors) const {
   for (const auto& [tensor, header] : packed) __builtin_prefetch(tensors[tensor]);
   for (const auto& [tensor, header] : packed) {
-    if (reinterpret_cast<uintptr_t>(tensors[tensor]) % kAlignment != 0) return false;
+    if (reinterpret_cast<uintptr_t>(tensors[tensor]) % kReplayAlignment != 0) return false;
     if (std::memcmp(tensors[tensor], &header, sizeof(header)) != 0) return false;
   }
   return true;
-}
-
-// ---- What is noted ---------------------------------------------------------------------------------------------------
-
-Recorder::Recorder(const PreparedCalls& prepared, const Tensors& tensors, std::vector<int64_t> sizes,
-                   std::shared_ptr<const Shapes> earlier, Joins joins)
-    : prepared_(prepared),
-      sizes_(std::move(sizes)),
-      earlier_(std::move(earlier)),
-      joins_(std::move(joins)),
-      varies_(earlier_ ? varying(earlier_->tensors, sizes_) : std::vector<bool>()),
-      seen_(prepared.calls.size()),
-      results_(prepared.calls.size() * kMostResults),
-      is_tensor_(results_.size()) {
-  for (int64_t i = 0; i < tensors.size(); ++i) {
-    tensors_.push_back({static_cast<const uint8_t*>(tensors[i].data()), bytes_spanned(tensors[i])});
-  }
-}
-
-void Recorder::ran(size_t call, NotedCalls noted, const std::vector<Tensor>& results) {
-  const PreparedCall& prepared = prepared_.calls[call];
-  SeenCall seen{std::move(noted), !reads_what_varies(prepared), 1};
-  for (size_t own = 0; own < prepared.results(); ++own) {
-    const size_t place = call * kMostResults + own;
-    seen.is_known &= see_result(place, results[place]);
-  }
-  if (prepared.is_view) {
-    seen.is_known = seen.is_known && see_through(call);
-  } else {
-    seen.is_known &= !seen.noted.empty();
-    for (const std::unique_ptr<NotedCall>& each : seen.noted) {
-      for (NotedCall::Pointer& pointer : each->pointers) seen.is_known &= find(call, &pointer);
-      for (NotedCall::Packed& packed : each->packed) seen.is_known &= find(call, &packed);
-    }
-  }
-  seen_[call] = std::move(seen);
-}
-
-bool Recorder::reads_what_varies(const PreparedCall& call) const {
-  if (!earlier_) return false;
-  bool reads = false;
-  each_value(call, [&](bool is_result, size_t place) {
-    reads |= is_result ? results_[place].varies : static_cast<bool>(varies_[place]);
-  });
-  return reads;
-}
-
-bool Recorder::see_result(size_t place, const Tensor& result) {
-  results_[place].varies = earlier_ && earlier_->results[place] != shape_of(result);
-  if (!result) return false;
-  const std::optional<DType> dtype = dtype_from_torch(result.dtype_code());
-  if (!dtype) return false;
-  SeenResult& seen = results_[place];
-  seen.root = {Where::In::result, place, 0};
-  seen.is_part = joins_.is_part(place, result);
-  if (seen.is_part) {
-    const size_t whole = joins_.whole_of(place);
-    seen.root = {
-        Where::In::result, whole,
-        static_cast<const uint8_t*>(result.data()) - static_cast<const uint8_t*>(joins_.place_of(whole)->data())};
-  }
-  seen.memory = {static_cast<const uint8_t*>(result.data()), bytes_spanned(result)};
-  seen.like = {place,
-               {result.sizes(), result.sizes() + result.dims()},
-               {result.strides(), result.strides() + result.dims()},
-               *dtype};
-  return true;
-}
-
-// Of a call that gives a view, or a copy where there is no such view, which lies elsewhere.
-bool Recorder::see_through(size_t call) {
-  SeenResult& seen = results_[call * kMostResults];
-  const PreparedArgument& given = prepared_.calls[call].arguments.front();
-  const auto place = static_cast<size_t>(given.integer);
-  const Memory& whole = given.kind == PreparedArgument::Kind::result ? results_[place].memory : tensors_[place];
-  const Memory& part = seen.memory;
-  if (part.bytes == 0 || part.data < whole.data || part.data + part.bytes > whole.data + whole.bytes) return false;
-  seen.root = root_of(given, part.data);
-  return true;
-}
-
-// Of a tensor or a result that is an argument: where something in it is.
-Where Recorder::root_of(const PreparedArgument& argument, const uint8_t* data) const {
-  const auto place = static_cast<size_t>(argument.integer);
-  if (argument.kind == PreparedArgument::Kind::tensor) {
-    return {Where::In::tensor, place, data - tensors_[place].data};
-  }
-  Where where = results_[place].root;
-  where.bytes += data - results_[place].memory.data;
-  return where;
-}
-
-bool Recorder::find(size_t call, NotedCall::Pointer* pointer) const {
-  const auto* value = static_cast<const uint8_t*>(pointer->value);
-  if (pointer->result >= 0) {
-    const SeenResult& own = results_[call * kMostResults + static_cast<size_t>(pointer->result)];
-    pointer->where = own.root;
-    pointer->where.bytes += value - own.memory.data;
-    return true;
-  }
-  if (pointer->argument < 0) return false;  // a copy that was made of an argument
-  pointer->where = root_of(prepared_.calls[call].arguments[static_cast<size_t>(pointer->argument)], value);
-  return true;
-}
-
-bool Recorder::find(size_t call, NotedCall::Packed* packed) const {
-  if (packed->argument < 0) return false;
-  const PreparedArgument& given = prepared_.calls[call].arguments[static_cast<size_t>(packed->argument)];
-  packed->tensor = static_cast<size_t>(given.integer);
-  return given.kind == PreparedArgument::Kind::tensor;
-}
-
-// ---- What becomes of it ----------------------------------------------------------------------------------------------
-
-bool Recorder::is_known(size_t begin, size_t end) const {
-  return std::all_of(seen_.begin() + static_cast<std::ptrdiff_t>(begin),
-                     seen_.begin() + static_cast<std::ptrdiff_t>(end),
-                     [](const SeenCall& seen) { return seen.is_known; });
-}
-
-// From the last on: a view that nobody needs as a tensor is none, and results are tensors where somebody does.
-std::vector<RecordedStep> Recorder::steps() {
-  std::vector<RecordedStep> steps;
-  for (size_t begin = 0; begin < seen_.size(); begin += seen_[begin].together) {
-    steps.emplace_back();
-    steps.back().begin = begin;
-    steps.back().end = begin + seen_[begin].together;
-  }
-  for (const size_t result : prepared_.returned) is_tensor_[result] = true;
-  for (size_t i = steps.size(); i-- > 0;) {
-    RecordedStep& step = steps[i];
-    const bool is_view = prepared_.calls[step.begin].is_view;
-    const bool is_known = this->is_known(step.begin, step.end);
-    if (is_known && is_view && !is_tensor_[step.begin * kMostResults]) {
-      steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(i));
-    } else if (is_known && !is_view) {
-      take_noted(&step);
-    } else {
-      step.is_view = is_known && is_view;
-      if (!step.is_view) expect_results(&step);
-      for (size_t call = step.begin; call < step.end; ++call) {
-        each_result(prepared_.calls[call], [&](size_t read) { is_tensor_[read] = true; });
-      }
-    }
-  }
-  return steps;
-}
-
-// Of a step that is run anew, in a recording for other sizes as well.
-void Recorder::expect_results(RecordedStep* step) const {
-  if (!earlier_) return;
-  for (size_t place = step->begin * kMostResults; place < step->end * kMostResults; ++place) {
-    const std::vector<int64_t>& shape = earlier_->results[place];
-    if (!results_[place].varies && !shape.empty()) step->expected.emplace_back(place, shape);
-  }
-}
-
-void Recorder::take_noted(RecordedStep* step) {
-  const size_t first_own = step->begin * kMostResults, last_own = (step->end - 1) * kMostResults;
-  for (size_t call = step->begin; call < step->end; ++call) {
-    for (std::unique_ptr<NotedCall>& noted : seen_[call].noted) {
-      // What lies between convolutions that are run together is theirs.
-      for (NotedCall::Pointer& pointer : noted->pointers) {
-        const Where& where = pointer.where;
-        if (where.in == Where::In::result && where.place >= first_own && where.place < last_own) pointer.where = {};
-      }
-      step->noted.push_back(std::move(noted));
-    }
-  }
-  for (size_t own = 0; own < kMostResults; ++own) {
-    if (is_tensor_[last_own + own]) step->results.push_back(results_[last_own + own].like);
-  }
-}
-
-std::shared_ptr<const Recording> Recorder::finish() {
-  auto recording = std::make_shared<Recording>();
-  recording->sizes = sizes_;
-  recording->varies = varies_;
-  recording->steps = steps();
-  if (!parts_to_keep_apart().empty()) return nullptr;
-  make_wholes_first(&recording->steps);
-  for (const RecordedStep& step : recording->steps) {
-    for (const std::unique_ptr<NotedCall>& noted : step.noted) {
-      for (const NotedCall::Packed& packed : noted->packed)
-        recording->packed.emplace_back(packed.tensor, packed.header);
-    }
-  }
-  place_results(recording.get());
-  return recording;
-}
-
-std::vector<size_t> Recorder::parts_to_keep_apart() const {
-  std::vector<size_t> found;
-  for (size_t result = 0; result < results_.size(); ++result) {
-    if (!results_[result].is_part) continue;
-    const size_t call = result / kMostResults, whole = joins_.whole_of(result) / kMostResults;
-    if (is_tensor_[result] || !seen_[call].is_known || !seen_[whole].is_known) found.push_back(result);
-  }
-  return found;
-}
-
-// What is joined is a tensor before its first part is written.
-void Recorder::make_wholes_first(std::vector<RecordedStep>* steps) {
-  const auto writes = [](const RecordedStep& step, size_t result) {
-    for (const std::unique_ptr<NotedCall>& noted : step.noted) {
-      for (const NotedCall::Pointer& pointer : noted->pointers) {
-        if (pointer.where.in == Where::In::result && pointer.where.place == result) return true;
-      }
-    }
-    return false;
-  };
-  for (auto step = steps->begin(); step != steps->end(); ++step) {
-    for (RecordedResult& made : std::exchange(step->results, {})) {
-      const auto first =
-          std::find_if(steps->begin(), step, [&](const RecordedStep& each) { return writes(each, made.place); });
-      first->results.push_back(std::move(made));
-    }
-  }
-}
-
-void Recorder::place_results(Recording* recording) const {
-  std::vector<RecordedStep>& steps = recording->steps;
-  const size_t none = steps.size();
-  std::vector<size_t> made(results_.size(), none), last(results_.size(), none);
-  std::vector<bool> is_tensor(results_.size());
-  const auto use = [&](size_t result, size_t step) {
-    made[result] = std::min(made[result], step);
-    last[result] = step;
-  };
-  for (size_t i = 0; i < steps.size(); ++i) {
-    for (const RecordedResult& result : steps[i].results) {
-      is_tensor[result.place] = true;
-      use(result.place, i);
-    }
-    for (const std::unique_ptr<NotedCall>& noted : steps[i].noted) {
-      for (const NotedCall::Pointer& pointer : noted->pointers) {
-        if (pointer.where.in == Where::In::result) use(pointer.where.place, i);
-      }
-    }
-    for (size_t call = steps[i].begin; steps[i].noted.empty() && call < steps[i].end; ++call) {
-      each_result(prepared_.calls[call], [&](size_t read) { use(read, i); });
-      for (size_t own = 0; own < prepared_.calls[call].results(); ++own) {
-        is_tensor[call * kMostResults + own] = true;
-        use(call * kMostResults + own, i);
-      }
-    }
-  }
-  for (const size_t result : prepared_.returned) last[result] = none;
-  std::vector<Placed> placed;
-  std::vector<int64_t> begins(results_.size());
-  for (size_t result = 0; result < results_.size(); ++result) {
-    if (is_tensor[result]) {
-      if (last[result] != none) steps[last[result]].unused_after.push_back(result);
-    } else if (made[result] != none) {
-      const int64_t bytes = round_up(results_[result].memory.bytes, static_cast<int64_t>(kAlignment));
-      place(&placed, result, made[result], last[result], bytes);
-      begins[result] = placed.back().begin;
-      recording->block_bytes = std::max(recording->block_bytes, placed.back().end);
-    }
-  }
-  for (RecordedStep& step : steps) {
-    for (const std::unique_ptr<NotedCall>& noted : step.noted) {
-      for (NotedCall::Pointer& pointer : noted->pointers) {
-        Where& where = pointer.where;
-        if (where.in != Where::In::result || is_tensor[where.place]) continue;
-        where = {Where::In::block, 0, begins[where.place] + where.bytes};
-      }
-    }
-  }
 }
 
 // ---- Replay ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@
 
 namespace xopt::ops {
 
+constexpr uintptr_t kReplayAlignment = 64;  // of what lies in the block, and what kernels want of packed weights
+
 // A result that becomes a tensor.
 struct RecordedResult {
   size_t place = 0;
@@ -60,6 +62,8 @@ struct Recording {
 };
 std::vector<int64_t> sizes_of(const Tensors& tensors, int64_t threads);
 std::vector<const uint8_t*> data_of(const Tensors& tensors);
+// Which tensors have other sizes or strides in two such lists; none: they differ in more.
+std::vector<bool> varying(const std::vector<int64_t>& one, const std::vector<int64_t>& other);
 
 // Those of a chain.
 class Recordings {
@@ -89,66 +93,6 @@ class Recordings {
   std::shared_ptr<const Shapes> last_;
   std::vector<size_t> apart_;
   size_t skipped_ = 0, to_skip_ = 0;  // runs after a recording that was not worth it
-};
-
-// Notes what is run.
-class Recorder {
- public:
-  // `sizes`: of the tensors. `earlier`: a run with other ones, if what differs from it is not to be noted. `joins`: which
-  // results are wanted where.
-  Recorder(const PreparedCalls& prepared, const Tensors& tensors, std::vector<int64_t> sizes,
-           std::shared_ptr<const Shapes> earlier, Joins joins);
-  const Joins& joins() const { return joins_; }
-
-  // A call, and what its operator noted; its results are there, and so is what it read. What is said last about a call
-  // holds: convolutions are planned, maybe several times, before they are run.
-  void ran(size_t call, NotedCalls noted, const std::vector<Tensor>& results);
-  // Calls that have been run together, of which nobody else reads but the last one's result.
-  void ran_together(size_t begin, size_t end) { seen_[begin].together = end - begin; }
-
-  // nullptr: there are parts of others that must not be: they are wanted as tensors, or computed by what was not noted.
-  std::shared_ptr<const Recording> finish();
-  std::vector<size_t> parts_to_keep_apart() const;
-
- private:
-  struct Memory {
-    const uint8_t* data = nullptr;
-    int64_t bytes = 0;
-  };
-  struct SeenResult {
-    Where root;  // a tensor, or the result whose memory this is
-    Memory memory;
-    RecordedResult like;
-    bool varies = false, is_part = false;
-  };
-  struct SeenCall {
-    NotedCalls noted;
-    bool is_known = false;  // by what it noted, or as a view
-    size_t together = 1;
-  };
-
-  bool see_result(size_t place, const Tensor& result);
-  bool reads_what_varies(const PreparedCall& call) const;
-  bool see_through(size_t call);
-  bool find(size_t call, NotedCall::Pointer* pointer) const;
-  bool find(size_t call, NotedCall::Packed* packed) const;
-  Where root_of(const PreparedArgument& argument, const uint8_t* data) const;
-  bool is_known(size_t begin, size_t end) const;
-  std::vector<RecordedStep> steps();
-  static void make_wholes_first(std::vector<RecordedStep>* steps);
-  void expect_results(RecordedStep* step) const;
-  void take_noted(RecordedStep* step);
-  void place_results(Recording* recording) const;
-
-  const PreparedCalls& prepared_;
-  const std::vector<int64_t> sizes_;
-  const std::shared_ptr<const Shapes> earlier_;
-  const Joins joins_;
-  const std::vector<bool> varies_;  // tensors
-  std::vector<Memory> tensors_;
-  std::vector<SeenCall> seen_;
-  std::vector<SeenResult> results_;
-  std::vector<bool> is_tensor_;  // results that somebody wants as such
 };
 
 // Runs a step that was noted; results that others read become tensors.
