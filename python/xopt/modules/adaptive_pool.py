@@ -37,11 +37,11 @@ def _name_of(module: nn.Module) -> str:
 def adaptive_pool(module: Any, input: torch.Tensor) -> torch.Tensor:
     """What a replaced module computes."""
     kind, dims = replaced_kind(module, _DIMS)
-    result = _pooled(dims, input, _name_of(module), module.output_size)
+    result = pooled(dims, input, _name_of(module), module.output_size)
     return kind.forward(module, input) if result is None else result
 
 
-def _pooled(dims: int, input: torch.Tensor, kind: str, output_size: Any) -> torch.Tensor | None:
+def pooled(dims: int, input: torch.Tensor, kind: str, output_size: Any) -> torch.Tensor | None:
     """None: it is left to torch."""
     if output_size is None or not for_kernel(input, dims):
         return None
@@ -147,7 +147,7 @@ def _pool_in_place_of_mean(graph: Graph, node: Node, dims: int) -> None:
 @step("adaptive_pool")
 def mean_of_pixels(dims: int, input: torch.Tensor) -> torch.Tensor:
     """The mean of each channel, as an image of one pixel."""
-    result = _pooled(dims, input, "average", 1)
+    result = pooled(dims, input, "average", 1)
     return input.mean(tuple(range(2, 2 + dims)), keepdim=True) if result is None else result
 
 
@@ -164,7 +164,7 @@ def _goes_to_numbers(node: Node) -> bool:
 
 @step("adaptive_pool")
 def pool_to(dims: int, kind: str, input: torch.Tensor, output_size: Any) -> torch.Tensor:
-    result = _pooled(dims, input, kind, output_size)
+    result = pooled(dims, input, kind, output_size)
     if result is not None:
         return result
     function: Any = (_MAX if kind == "max" else _AVERAGE)[dims - 1]

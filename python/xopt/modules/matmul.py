@@ -4,7 +4,6 @@ forward has them and no attention was found in them, with the scale and the addi
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import string
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from xopt.graph.autocast import autocast_dtype
 from xopt.graph.record import EXAMPLE
 from xopt.modules.base import result_dtype
 from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
+from xopt.modules.combine import are_broadcast, broadcast
 from xopt.modules.linear import weight_times
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.pattern import (
@@ -170,11 +170,9 @@ def _product_shape(left: Shape, right: Shape, other: Shape | None = None) -> Sha
     """None: the kernel takes no such tensors."""
     if left[-1] != right[-2] or min(left[-2], right[-1], left[-1]) < _LEAST:
         return None
-    leads = [*itertools.zip_longest(reversed(left[:-2]), reversed(right[:-2]), fillvalue=1)]
-    if not all(one == another or 1 in (one, another) for one, another in leads):
+    if not are_broadcast(left[:-2], right[:-2]):
         return None
-    lead = [another if one == 1 else one for one, another in reversed(leads)]
-    shape = (*lead, left[-2], right[-1])
+    shape = (*broadcast(left[:-2], right[:-2]), left[-2], right[-1])
     return shape if other is None or _broadcasts(other, shape) else None
 
 

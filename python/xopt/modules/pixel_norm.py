@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from xopt import ops  # noqa: F401 - loads them
+from xopt.modules.adaptive_pool import pooled
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.pattern import Pattern, calls, described, dtype_of, put_in_place, shape_of, step
-from xopt.modules.pool import for_kernel
 from xopt.ops.fakes import FLOATING
 
 _IMAGE_DIMS = (4, 5)
-_adaptive_pool = torch.ops.xopt.adaptive_pool.default
 # What torch's functions take, by place or by name.
 _FUNCTIONS: tuple[tuple[tuple[str, ...], tuple[Any, ...]], ...] = (
     (("input", "p", "dim", "keepdim"), (torch.norm, "norm")),
@@ -70,10 +68,10 @@ def _replace(graph: Graph, node: Node, source: Node, is_last: bool, keeps: bool)
 @step("norm of pixels")
 def norm_of_pixels(dims: int, input: Tensor) -> Tensor:
     """As an image of one pixel."""
-    if not for_kernel(input, dims) or min(input.shape[2:]) < 1:
-        plain: Tensor = torch.linalg.vector_norm(input, 2, tuple(range(2, 2 + dims)), keepdim=True)
-        return plain
-    return _adaptive_pool(input, "norm", [1] * dims)  # type: ignore[no-any-return]
+    result = pooled(dims, input, "norm", 1)
+    if result is None:
+        result = torch.linalg.vector_norm(input, 2, tuple(range(2, 2 + dims)), keepdim=True)
+    return result
 
 
 @chainable(norm_of_pixels, where=lambda node: dtype_of(node) in FLOATING)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
-from torch.nn import functional
 
 from xopt.modules.pattern import (
     ADD,
@@ -24,6 +23,7 @@ from xopt.modules.pattern import (
     put_in_place,
     shape_of,
 )
+from xopt.modules.softmax import SOFTMAX
 from xopt.ops.fakes import FLOATING
 
 _MOST_PARTS = 4
@@ -72,7 +72,7 @@ def _known_size(node: Any, dim: int) -> int | None:
         return size if type(size) is int and size > 0 else None
     if _stacked(node, dim) is not None:
         return len(_stacked(node, dim) or ())
-    if is_call(node, torch.softmax, functional.softmax, "softmax"):
+    if is_call(node, *SOFTMAX):
         return _known_size(node.args[0], dim)
     if _factors(node, dim) is not None:
         return shape_of(node)[dim]

@@ -113,7 +113,7 @@ def _are_rows(node: Any) -> bool:
         source: Any = node.args[0]
         if type(node.args[1]) is int:
             return _are_rows(source.args[0] if is_call(source, *_PARTED) else source)
-        whole = all(isinstance(each, slice) and each.step in (None, 1) for each in _listed_key(node))
+        whole = all(isinstance(each, slice) and each.step in (None, 1) for each in _listed_key(node.args[1]))
         return whole and _are_rows(source)
     if is_call(node, "reshape", "view", torch.reshape, "unflatten"):
         return _are_rows(node.args[0])
@@ -217,9 +217,9 @@ def _with_size(shape: Shape, dim: int, size: int) -> Shape:
     return tuple(sizes)
 
 
-def narrowed(input: Value, start: int, length: int) -> Call:
-    """Columns of the last dimension."""
-    return Call("narrow", (input, -1, start, length), input, lambda shape: (*shape[:-1], length))
+def narrowed(input: Value, start: int, length: int, dim: int = -1) -> Call:
+    """A part of one dimension."""
+    return Call("narrow", (input, dim, start, length), input, lambda shape: _with_size(shape, dim, length))
 
 
 def _selected(input: Value, dim: int, index: int) -> Call:
@@ -238,8 +238,7 @@ def _sliced(input: Value, dim: int, taken: slice) -> Call:
     return Call(sliced.__name__, (input, dim, taken.start or 0, end, taken.step or 1), input, shape)
 
 
-def _listed_key(node: Node) -> tuple[Any, ...]:
-    key = node.args[1]
+def _listed_key(key: Any) -> tuple[Any, ...]:
     return key if type(key) is tuple else (key,)
 
 
@@ -252,20 +251,20 @@ def _has_only_numbers(node: Node) -> bool:
             return numbers and (each.step is None or each.step > 0)
         return each is None or each is ... or type(each) is int
 
-    key = _listed_key(node)
+    key = _listed_key(node.args[1])
     return all(map(is_known, key)) and sum(each is ... for each in key) <= 1 and len(shape_of(node.args[0])) > 0
 
 
 def _keeps_channels_last(node: Node) -> bool | None:
     """None: it takes some of an image's channels, lines and columns."""
-    key = _listed_key(node)
+    key = _listed_key(node.args[1])
     keeps = all(isinstance(each, slice) for each in key) and all(each.step in (None, 1) for each in key[1:2])
     return None if keeps else False
 
 
 @_view(operator.getitem, where=_has_only_numbers, channels_last=_keeps_channels_last)
 def _taken(seen: Seen, input: Value, key: Any) -> Call:
-    listed = key if type(key) is tuple else (key,)
+    listed = _listed_key(key)
     calls: list[Call] = []
 
     def take(each: Any, dim: int) -> int:
@@ -304,13 +303,10 @@ def _split(seen: Seen, input: Value, size: int | tuple[int, ...], dim: int = 0) 
     whole = None if isinstance(size, int) else sum(sizes)
 
     def part(start: int, length: int) -> Call:
-        def shape(shape: Shape) -> Shape:
-            return _with_size(shape, dim, length)
-
         def fits(shape: Shape) -> bool:
             return shape[dim] >= start + length if whole is None else shape[dim] == whole
 
-        return Call("narrow", (input, dim, start, length), input, shape, fits=fits)
+        return narrowed(input, start, length, dim)._replace(fits=fits)
 
     starts = itertools.accumulate(sizes, initial=0)
     return [part(start, length) for start, length in zip(starts, sizes[: seen.parts], strict=False)]

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
-from torch.nn import functional
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.attention import join_masks, put_attention
@@ -32,10 +31,10 @@ from xopt.modules.pattern import (
     put_in_place,
     shape_of,
 )
+from xopt.modules.softmax import SOFTMAX, is_along_last
 from xopt.ops.fakes import FLOATING
 
 _VIEWS = (torch.reshape, "view", "reshape")
-_SOFTMAX = (torch.softmax, functional.softmax, "softmax")
 # What einsum calls the two products, whichever letters it uses.
 _SCORES = "abcd,abed->abce"
 _OUTPUT = "abcd,abde->abce"
@@ -82,7 +81,7 @@ def _attention(node: Node) -> _Written | None:
     weights, value = factors
     softmax = _through_casts(weights)
     softmax = _through_casts(_seen_as(softmax, 4)) or softmax if dims == 3 else softmax
-    if not is_call(softmax, *_SOFTMAX) or only_reader(softmax) is None or not _along_keys(softmax):
+    if not is_call(softmax, *SOFTMAX) or only_reader(softmax) is None or not is_along_last(softmax):
         return None
     masks: list[tuple[str, Any, Any]] = []
     scale: list[Any] = []
@@ -212,11 +211,6 @@ def _tell_sizes(graph: Graph, found: _Written) -> None:
             size.meta.update(user.meta)
             user.replace_all_uses_with(size)
             graph.erase_node(user)
-
-
-def _along_keys(softmax: Node) -> bool:
-    dim = argument(softmax, 1, "dim")
-    return dim in (-1, len(shape_of(softmax)) - 1)
 
 
 def _unmasked(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
