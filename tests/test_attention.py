@@ -342,3 +342,21 @@ def test_slices_of_a_projection_are_read_in_place() -> None:
         out = torch.ops.xopt.attention(query, key, value)
     assert "aten::copy_" not in {event.name for event in profile.events()}
     assert torch.equal(out, torch.ops.xopt.attention(query.contiguous(), key.contiguous(), value.contiguous()))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("kind", ["bool", "f32", "bf16"])
+def test_a_mask_of_windows_is_that_of_each_image(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(6, 2, 9, 16, generator=generator) for _ in range(3))
+    for shape in ((1, 3, 2, 9, 9), (1, 3, 1, 9, 9), (1, 2, 1, 1, 9), (1, 6, 2, 9, 9), (1, 1, 2, 9, 9)):
+        plain = torch.randn(shape, generator=generator)
+        mask = plain > 0 if kind == "bool" else plain.to(DTYPES[kind])
+        repeated = mask.expand(6 // shape[1], *shape[1:]).flatten(0, 1)
+        out = torch.ops.xopt.attention(query, key, value, mask)
+        assert torch.equal(out, torch.ops.xopt.attention(query, key, value, repeated))
+    for shape in ((1, 4, 1, 9, 9), (2, 3, 1, 9, 9), (1, 0, 1, 9, 9), (1, 3, 3, 9, 9)):
+        with pytest.raises(
+            RuntimeError, match=r"mask: expected \[1, windows, heads, queries, keys\] .* batch of 6, got"
+        ):
+            torch.ops.xopt.attention(query, key, value, torch.zeros(shape))

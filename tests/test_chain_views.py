@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from xopt.ops.chain import Given, Result, SizeOf, call_text, calls_text
+from xopt.ops.chain import Computed, Given, Number, Result, SizeOf, call_text, calls_text, number_of
 from xopt.ops.costs import COSTS
 from xopt.ops.views import contiguous_unless_channels_last, view_of
 
@@ -92,7 +92,7 @@ def arguments_of(draw: random.Random, op: str, x: Tensor) -> tuple[Any, ...]:
         size = x.shape[chosen]
         start = draw.randrange(size)
         end = draw.choice((draw.randrange(start + 1, size + 1), size + 5, 2**63 - 1))
-        return chosen, start - draw.choice((0, size)), end, draw.choice((1, 1, 2, 3))
+        return chosen, [start - draw.choice((0, size)), end, draw.choice((1, 1, 2, 3))]
     if op == "chunked":
         chosen, chunks = dim(), draw.randint(1, 4)
         return chosen, chunks, draw.randrange(len(x.chunk(chunks, chosen)))
@@ -127,8 +127,8 @@ def test_slices_and_chunks_that_are_short_or_empty(size: int) -> None:
     x = torch.randn(3, size, 4)
     for start in range(-9, 9, 3):
         for end in range(-9, 9, 4):
-            check(x, "sliced", 1, start, end, 1)
-            check(x, "sliced", -2, start, end, 3)
+            check(x, "sliced", 1, [start, end, 1])
+            check(x, "sliced", -2, [start, end, 3])
     for chunks in range(1, 6):
         for place in range(len(x.chunk(chunks, 1))):
             check(x, "chunked", 1, chunks, place)
@@ -156,13 +156,24 @@ def test_sizes_are_looked_up_in_each_call() -> None:
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (SizeOf(Given(0), 1, (("//", 4),)), lambda x: x.shape[1] // 4),
-        (SizeOf(Given(0), 1, (("//", 4), ("*", 2))), lambda x: x.shape[1] // 4 * 2),
-        (SizeOf(Given(0), 1, (("*", SizeOf(Given(0), 2)),)), lambda x: x.shape[1] * x.shape[2]),
-        (SizeOf(Result(0), 1, (("*", SizeOf(Result(0), 0)), ("//", 2))), lambda x: x.shape[2] * x.shape[0] // 2),
+        (Computed("//", SizeOf(Given(0), 1), 4), lambda x: x.shape[1] // 4),
+        (Computed("*", Computed("//", SizeOf(Given(0), 1), 4), 2), lambda x: x.shape[1] // 4 * 2),
+        (Computed("*", SizeOf(Given(0), 1), SizeOf(Given(0), 2)), lambda x: x.shape[1] * x.shape[2]),
+        (
+            Computed("//", Computed("*", SizeOf(Result(0), 1), SizeOf(Result(0), 0)), 2),
+            lambda x: x.shape[2] * x.shape[0] // 2,
+        ),
+        (
+            Computed("+", SizeOf(Given(0), 0), Computed("%", Computed("-", 3, SizeOf(Given(0), 0)), -1)),
+            lambda x: x.shape[0],
+        ),
+        (
+            Computed("-", 0, Computed("//", Computed("-", 1, SizeOf(Given(0), 1)), 4)),
+            lambda x: -((1 - x.shape[1]) // 4),
+        ),
     ],
 )
-def test_what_is_made_of_sizes(size: SizeOf, expected: Callable[[Tensor], int]) -> None:
+def test_what_is_made_of_sizes(size: Number, expected: Callable[[Tensor], int]) -> None:
     calls: list[tuple[Any, ...]] = [
         ("transpose", Given(0), 1, 2),
         ("reshape", Given(0), [size, -1]),
@@ -176,6 +187,28 @@ def test_what_is_made_of_sizes(size: SizeOf, expected: Callable[[Tensor], int]) 
         assert torch.equal(result, wanted)
         with FakeTensorMode(allow_non_fake_inputs=True):
             assert ops.chain([torch.empty(shape)], text)[0].shape == wanted.shape
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("seed", range(60))
+def test_arithmetic_is_pythons(seed: int) -> None:
+    draw = random.Random(seed)
+    x = torch.randn(draw.randrange(1, 40), draw.randrange(1, 9), 2)
+
+    def number(depth: int) -> Number:
+        if depth == 0 or draw.random() < 0.2:
+            return draw.choice((draw.randrange(-30, 30), SizeOf(Given(0), draw.randrange(2))))
+        return Computed(draw.choice(("+", "-", "*", "//", "%")), number(depth - 1), number(depth - 1))
+
+    computed = Computed("+", SizeOf(Given(0), 0), number(3))
+    text = calls_text([call_text("sliced", (Given(0), 0, [0, Computed("%", computed, 17), 1]))], [Result(0)])
+    try:
+        end = number_of(computed, lambda value, dim: x.shape[dim]) % 17
+    except ZeroDivisionError:
+        with pytest.raises(RuntimeError, match="expected numbers that can be computed"):
+            ops.chain([x], text)
+        return
+    assert torch.equal(ops.chain([x], text)[0], x[:end])
 
 
 def test_both_results_of_a_call() -> None:
@@ -195,14 +228,27 @@ BAD: dict[str, tuple[str, str]] = {
     "no dimension": ("reshape %0 [%0,6]\nreturn $0", "expected a colon and a dimension"),
     "dimension": ("reshape %0 [%0:3,-1]\nreturn $0", r"expected dimensions of tensors in .*, got 3 of shape \[2, 6\]"),
     "size of no tensor": ("reshape %0 [%7:0,-1]\nreturn $0", "expected places of the 1 tensors"),
-    "factor of no tensor": ("reshape %0 [%0:0*%7:0,-1]\nreturn $0", "expected places of the 1 tensors"),
-    "factor of a later one": ("reshape %0 [%0:0*$0:0,-1]\nreturn $0", "expected the number of an earlier call below 0"),
-    "no divisor": ("reshape %0 [%0:0//0,-1]\nreturn $0", "expected a number above 0 after a sign, got '0'"),
-    "divided by a size": (
-        "reshape %0 [%0:0//%0:1,-1]\nreturn $0",
-        "expected a number above 0 after a sign, got '%0:1'",
+    "factor of no tensor": ("reshape %0 [%0:0;%7:0;*,-1]\nreturn $0", "expected places of the 1 tensors"),
+    "factor of a later one": (
+        "reshape %0 [%0:0;$0:0;*,-1]\nreturn $0",
+        "expected the number of an earlier call below 0",
     ),
-    "nothing after a sign": ("reshape %0 [%0:0*,-1]\nreturn $0", "expected a number above 0"),
+    "divided by nothing": (
+        "reshape %0 [%0:0;0;//,-1]\nreturn $0",
+        r"expected numbers that can be computed in \[%0:0;0;//",
+    ),
+    "rest of nothing": ("reshape %0 [%0:0;0;%,-1]\nreturn $0", "expected numbers that can be computed"),
+    "too large": ("reshape %0 [%0:0;9223372036854775807;*,-1]\nreturn $0", "expected numbers that can be computed"),
+    "sign of one": (
+        "reshape %0 [%0:0;*,-1]\nreturn $0",
+        "expected two numbers before the sign * in %0:0;*".replace("*", r"\*"),
+    ),
+    "two numbers": ("reshape %0 [%0:0;2,-1]\nreturn $0", "expected one number of at most 32 terms, got %0:0;2"),
+    "no sign": ("reshape %0 [%0:0;2;/,-1]\nreturn $0", "expected a size, an integer or a sign in .*, got '/'"),
+    "many terms": (
+        f"reshape %0 [{'%0:0' + ';1;*' * 16},-1]\nreturn $0",
+        "expected one number of at most 32 terms",
+    ),
     "size of a later one": ("reshape %0 [$0:0,-1]\nreturn $0", "expected the number of an earlier call below 0"),
     "shape": ("reshape %0 [5,-1]\nreturn $0", r"shape: expected sizes for the elements of \[2, 6\], got \[5, -1\]"),
     "two open": ("reshape %0 [-1,-1]\nreturn $0", "shape: expected sizes for the elements"),
@@ -217,8 +263,9 @@ BAD: dict[str, tuple[str, str]] = {
     "squeeze": ("squeeze %0 2\nreturn $0", "dim: expected one of 2 dimensions, got 2"),
     "length": ("narrow %0 1 4 3\nreturn $0", "length: expected a part of 6 elements, got 3 from 4 on"),
     "before": ("narrow %0 1 -1 3\nreturn $0", "length: expected a part"),
-    "step": ("sliced %0 1 0 6 0\nreturn $0", "step: expected a number above 0, got 0"),
-    "slice of no dimension": ("sliced %0 2 0 6 1\nreturn $0", "dim: expected one of 2 dimensions, got 2"),
+    "step": ("sliced %0 1 [0,6,0]\nreturn $0", "step: expected a number above 0, got 0"),
+    "slice of no dimension": ("sliced %0 2 [0,6,1]\nreturn $0", "dim: expected one of 2 dimensions, got 2"),
+    "slice of two numbers": ("sliced %0 1 [0,6]\nreturn $0", r"taken: expected start, end and step, got \[0, 6\]"),
     "chunks": ("chunked %0 1 0 0\nreturn $0", "chunks: expected a number above 0, got 0"),
     "no such chunk": ("chunked %0 1 4 3\nreturn $0", "place: expected one of 3 parts, got 3"),
     "chunk before": ("chunked %0 1 4 -1\nreturn $0", "place: expected one of 3 parts, got -1"),

@@ -20,8 +20,13 @@ enum class MaskKind : uint8_t { none, allowed, f32, bf16, f16 };  // `allowed`: 
 
 // [batch, query head, query, key], with strides of 0 where it is broadcast. Of a float kind it is added to the scores.
 struct AttentionMask {
+  int64_t offset(int64_t of_batch, int64_t head) const {
+    return of_batch % batches * batch_stride + head * head_stride;
+  }
+
   MaskKind kind = MaskKind::none;
   const void* data = nullptr;
+  int64_t batches = 1;  // after which it begins anew
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, column_stride = 0;
 };
 

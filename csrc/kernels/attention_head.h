@@ -92,8 +92,8 @@ struct AttentionHead {
     const AttentionMask& mask = call.mask;
     if (mask.kind == MaskKind::none) return true;
     if (mask.kind != MaskKind::allowed || !rows_share_mask()) return false;
-    const auto* allowed = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
-                          head * call.group * mask.head_stride + key * mask.column_stride;
+    const auto* allowed =
+        static_cast<const uint8_t*>(mask.data) + mask.offset(batch, head * call.group) + key * mask.column_stride;
     bool all = true;
     for (int64_t i = 0; i < count; ++i) all = all && allowed[i * mask.column_stride] != 0;
     return all;

@@ -37,7 +37,7 @@ class MaskRow {
   // nullptr without a mask. Neighbouring rows often share one (a mask of padding keys): it is converted once.
   const float* load(int64_t batch, int64_t head, int64_t query, int64_t key, int64_t count) {
     if (mask_.kind == MaskKind::none) return nullptr;
-    const int64_t offset = batch * mask_.batch_stride + head * mask_.head_stride + query * mask_.row_stride;
+    const int64_t offset = mask_.offset(batch, head) + query * mask_.row_stride;
     if (offset == offset_ && key == key_ && count == count_) return bias_;
     offset_ = offset;
     key_ = key;

@@ -194,15 +194,15 @@ struct TensorSize {
   int64_t dim = 0;
 };
 
-// Among the integers of a prepared call: a size, and what it is multiplied with or divided by, one after the other.
-struct SizeOf {
-  struct Then {
-    bool divides = false;
-    int64_t number = 0;              // unless it is
-    std::optional<TensorSize> size;  // another size
+// Among the integers of a prepared call one that is made of sizes: numbers, sizes and signs, each of which is behind the
+// two that it takes.
+struct ComputedInteger {
+  struct Term {
+    char sign = 0;                   // one of + - * / (down to the next integer) % as Python has them; 0: it is
+    int64_t number = 0;              // a number, unless it is
+    std::optional<TensorSize> size;  // a size
   };
-  TensorSize size;
-  std::vector<Then> then;
+  std::vector<Term> terms;
   int64_t item = 0;  // which of the integers it is
 };
 
@@ -217,7 +217,7 @@ struct PreparedArgument {
   int64_t begin = 0, end = 0;
   double number = 0.;
   Integers integers;
-  std::vector<SizeOf> sizes;  // those of the integers that are sizes
+  std::vector<ComputedInteger> computed;  // those of the integers that are made of sizes
 };
 
 // Where the arguments of a prepared call are, and the tensors that they speak of.
@@ -274,6 +274,7 @@ class Stack {
   const Tensor& prepared_tensor(bool is_result, size_t place, std::string_view word) const;
   Integers prepared_integers();
   int64_t prepared_size(const TensorSize& size, std::string_view word) const;
+  int64_t prepared_integer(const ComputedInteger& computed, std::string_view word) const;
   int32_t prepared_dtype();
 
   const StableIValue* next_ = nullptr;

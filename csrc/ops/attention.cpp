@@ -84,19 +84,26 @@ MaskKind mask_kind(const Tensor& mask) {
   fail(kOp, "mask", "expected dtype bool or float32 or bfloat16 or float16, got ", torch_dtype_name(mask.dtype_code()));
 }
 
+// A mask of five dimensions is the same for all images, each of which is so many windows of the batch.
 AttentionMask mask_view(const Tensor& mask, const AttentionCall& call) {
   AttentionMask view;
   if (!mask) return view;
   const Checked checked{kOp, "mask", mask};
   checked.in_place();
   view.kind = mask_kind(mask);
-  const int64_t wanted[] = {call.batch, call.heads * call.group, call.queries, call.keys};
+  const bool repeats = mask.dims() == 5 && mask.size(0) == 1;
+  view.batches = repeats ? std::max<int64_t>(1, mask.size(1)) : std::max<int64_t>(1, call.batch);
+  const int64_t wanted[] = {repeats ? view.batches : call.batch, call.heads * call.group, call.queries, call.keys};
   int64_t* strides[] = {&view.batch_stride, &view.head_stride, &view.row_stride, &view.column_stride};
-  bool fits = mask.dims() <= 4;
-  for (int64_t dim = 0; fits && dim < mask.dims(); ++dim) {
+  bool fits = (mask.dims() <= 4 || repeats) && call.batch % view.batches == 0;
+  for (int64_t dim = repeats ? 1 : 0; fits && dim < mask.dims(); ++dim) {
     const int64_t place = 4 - mask.dims() + dim;
     fits = mask.size(dim) == wanted[place] || mask.size(dim) == 1;
     if (mask.size(dim) != 1) *strides[place] = mask.stride(dim);
+  }
+  if (!fits && mask.dims() == 5) {
+    checked.fail("expected [1, windows, heads, queries, keys] with a number of windows that divides the batch of ",
+                 call.batch, ", got ", mask.shape_text());
   }
   if (!fits) {
     checked.fail("expected a shape that broadcasts to [", wanted[0], ", ", wanted[1], ", ", wanted[2], ", ", wanted[3],

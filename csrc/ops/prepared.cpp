@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "ops/check.h"
@@ -13,6 +14,7 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "chain";
+constexpr size_t kMostTerms = 32;    // of a computed integer
 constexpr size_t kMostTexts = 1024;  // that are kept: far more than models have chains
 
 // By their names, calls without arguments.
@@ -51,6 +53,19 @@ int64_t dtype_code_of(std::string_view name) {
   return -1;
 }
 
+// As Python computes it: division rounds down, and what is left has the divisor's sign. None: it is no 64-bit integer.
+std::optional<int64_t> computed_of(char sign, int64_t left, int64_t right) {
+  int64_t result = 0;
+  if (sign == '+') return __builtin_add_overflow(left, right, &result) ? std::nullopt : std::optional(result);
+  if (sign == '-') return __builtin_sub_overflow(left, right, &result) ? std::nullopt : std::optional(result);
+  if (sign == '*') return __builtin_mul_overflow(left, right, &result) ? std::nullopt : std::optional(result);
+  if (right == 0 || (right == -1 && left == INT64_MIN)) return std::nullopt;
+  const int64_t rest = left % right;
+  const bool is_below = rest != 0 && (rest < 0) != (right < 0);
+  if (sign == '%') return is_below ? rest + right : rest;
+  return left / right - (is_below ? 1 : 0);
+}
+
 constexpr const char* kEarlier = "the number of an earlier call";
 constexpr const char* kTensor = "the place of a tensor";
 
@@ -67,30 +82,32 @@ TensorSize read_tensor_size(std::string_view token, const std::vector<PreparedCa
   return size;
 }
 
-// %2:0//8*%2:1
-SizeOf read_size(std::string_view token, const std::vector<PreparedCall>& calls) {
-  constexpr std::string_view kSigns = "*/";
-  const auto operand = [&] {
-    const size_t end = std::min(token.find_first_of(kSigns), token.size());
-    const std::string_view taken = token.substr(0, end);
-    token.remove_prefix(end);
-    return taken;
-  };
-  SizeOf size;
-  size.size = read_tensor_size(operand(), calls);
-  while (!token.empty()) {
-    SizeOf::Then then;
-    then.divides = token.substr(0, 2) == "//";
-    token.remove_prefix(then.divides ? 2 : 1);
-    const std::string_view by = operand();
-    if (is_tensor(by) && !then.divides) {
-      then.size = read_tensor_size(by, calls);
-    } else if (!read(by, &then.number) || then.number <= 0) {
-      fail_calls("expected a number above 0 after a sign, got '", by, "'");
+// %2:0, or %2:0;8;//
+ComputedInteger read_computed(std::string_view token, const std::vector<PreparedCall>& calls) {
+  std::string_view terms = token;
+  ComputedInteger computed;
+  size_t operands = 0;
+  while (!terms.empty()) {
+    const std::string_view text = take(&terms, ';');
+    ComputedInteger::Term term;
+    if (text == "//" || (text.size() == 1 && std::string_view("+-*%").find(text) != std::string_view::npos)) {
+      if (operands < 2) fail_calls("expected two numbers before the sign ", text, " in ", token);
+      term.sign = text.front();
+      --operands;
+    } else {
+      if (is_tensor(text)) {
+        term.size = read_tensor_size(text, calls);
+      } else if (!read(text, &term.number)) {
+        fail_calls("expected a size, an integer or a sign in ", token, ", got '", text, "'");
+      }
+      ++operands;
     }
-    size.then.push_back(then);
+    computed.terms.push_back(term);
   }
-  return size;
+  if (operands != 1 || computed.terms.size() > kMostTerms) {
+    fail_calls("expected one number of at most ", kMostTerms, " terms, got ", token);
+  }
+  return computed;
 }
 
 void read_integers(std::string_view token, const std::vector<PreparedCall>& calls, PreparedArgument* argument) {
@@ -101,9 +118,9 @@ void read_integers(std::string_view token, const std::vector<PreparedCall>& call
   while (good && !items.empty()) {
     const std::string_view item = take(&items, ',');
     int64_t value = 0;
-    if (is_tensor(item)) {
-      argument->sizes.push_back(read_size(item, calls));
-      argument->sizes.back().item = integers->size();
+    if (is_tensor(item) || item.find(';') != std::string_view::npos) {
+      argument->computed.push_back(read_computed(item, calls));
+      argument->computed.back().item = integers->size();
     } else {
       good = read(item, &value);
     }
@@ -389,16 +406,27 @@ int64_t Stack::prepared_size(const TensorSize& size, std::string_view word) cons
   return tensor.size(size.dim);
 }
 
+int64_t Stack::prepared_integer(const ComputedInteger& computed, std::string_view word) const {
+  int64_t operands[kMostTerms];
+  size_t count = 0;
+  for (const ComputedInteger::Term& term : computed.terms) {
+    if (term.sign == 0) {
+      operands[count++] = term.size ? prepared_size(*term.size, word) : term.number;
+      continue;
+    }
+    const int64_t right = operands[--count];
+    const std::optional<int64_t> result = computed_of(term.sign, operands[count - 1], right);
+    if (!result) fail_calls("expected numbers that can be computed in ", word);
+    operands[count - 1] = *result;
+  }
+  return operands[0];
+}
+
 Integers Stack::prepared_integers() {
   const PreparedArgument& argument = prepared(Kind::integers);
   Integers integers = argument.integers;
-  for (const SizeOf& size : argument.sizes) {
-    int64_t number = prepared_size(size.size, argument.word);
-    for (const SizeOf::Then& then : size.then) {
-      const int64_t by = then.size ? prepared_size(*then.size, argument.word) : then.number;
-      number = then.divides ? number / by : number * by;
-    }
-    integers.set(size.item, number);
+  for (const ComputedInteger& computed : argument.computed) {
+    integers.set(computed.item, prepared_integer(computed, argument.word));
   }
   return integers;
 }

@@ -2,8 +2,9 @@
 //
 // One call a line: the operator's name, then its arguments in the order of its schema. %2 is the third of the chain's
 // tensors, %2[32:48] some elements of it, $2 the third call's result and $2.1 its second one, - is None. In a list of
-// integers, %2:0 is the first size of that tensor, and %2:0//8*%2:1 what comes of it. (%2,$0) is a list of tensors, which
-// are that many arguments, behind their number. The last line says which results the chain returns.
+// integers, %2:0 is the first size of that tensor, and %2:0;8;// an eighth of it: signs are behind what they take. (%2,$0)
+// is a list of tensors, which are that many arguments, behind their number. The last line says which results the chain
+// returns.
 //   conv %0 %1 [16,32,1,1] %2 [1,1] [0,0,0,0] [1,1] 1 - relu 0.0 0.0 none - false float32
 //   conv $0 %3 [32,16,1,1] %4 [1,1] [0,0,0,0] [1,1] 1 - relu 0.0 0.0 add %0 true float32
 //   return $1
@@ -93,10 +94,9 @@ void each_value(const PreparedCall& call, const Read& read) {
   for (const PreparedArgument& argument : call.arguments) {
     const bool is_result = argument.kind == Kind::result;
     if (is_result || argument.kind == Kind::tensor) read(is_result, static_cast<size_t>(argument.integer));
-    for (const SizeOf& size : argument.sizes) {
-      read(size.size.is_result, size.size.place);
-      for (const SizeOf::Then& then : size.then) {
-        if (then.size) read(then.size->is_result, then.size->place);
+    for (const ComputedInteger& computed : argument.computed) {
+      for (const ComputedInteger::Term& term : computed.terms) {
+        if (term.size) read(term.size->is_result, term.size->place);
       }
     }
   }

@@ -244,8 +244,10 @@ Tensor sliced(Stack stack) {
   const Tensor tensor = stack.tensor();
   check_dims(kOp, tensor, kMostDims);
   const int64_t dim = dim_of(kOp, "dim", stack.integer(), tensor.dims()), size = tensor.size(dim);
+  const Integers taken = stack.integers();
+  if (taken.size() != 3) fail(kOp, "taken", "expected start, end and step, got ", taken.text());
   const auto place = [&](int64_t given) { return std::clamp<int64_t>(given < 0 ? given + size : given, 0, size); };
-  const int64_t start = place(stack.integer()), end = std::max(start, place(stack.integer())), step = stack.integer();
+  const int64_t start = place(taken[0]), end = std::max(start, place(taken[1])), step = taken[2];
   if (step < 1) fail(kOp, "step", "expected a number above 0, got ", step);
   return part_of(tensor, dim, (end - start) / step + ((end - start) % step != 0), step)
       .of(tensor, start * tensor.stride(dim));

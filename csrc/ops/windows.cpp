@@ -3,6 +3,7 @@
 #include "kernels/windows.h"
 
 #include "ops/images.h"
+#include "ops/prepared.h"
 #include "runtime/registry.h"
 #include "tiles/layout.h"
 
@@ -46,11 +47,10 @@ void check_shift(const char* op, const Integers& shift) {
   if (shift.size() != 2) fail(op, "shift", "expected 2 numbers, got ", shift.size());
 }
 
-void window_partition(StableIValue* stack, uint64_t, uint64_t) {
+Tensor window_partition(Stack arguments) {
   constexpr const char* kOp = "window_partition";
-  Stack arguments(stack);
-  Tensor image(arguments.tensor());
-  const Integers window(arguments.integers()), shift(arguments.integers());
+  Tensor image = arguments.tensor();
+  const Integers window = arguments.integers(), shift = arguments.integers();
   const DType dtype = check_input({kOp, "image", image}, 4, "[images, height, width, channels]");
   check_integers(kOp, "window", window, 2, 1);
   check_shift(kOp, shift);
@@ -70,14 +70,13 @@ void window_partition(StableIValue* stack, uint64_t, uint64_t) {
     call.to = out.mutable_data();
     windows_kernel(call);
   }
-  return_tensor(stack, 0, std::move(out));
+  return out;
 }
 
-void window_merge(StableIValue* stack, uint64_t, uint64_t) {
+Tensor window_merge(Stack arguments) {
   constexpr const char* kOp = "window_merge";
-  Stack arguments(stack);
-  Tensor windows(arguments.tensor());
-  const Integers size(arguments.integers()), shift(arguments.integers());
+  Tensor windows = arguments.tensor();
+  const Integers size = arguments.integers(), shift = arguments.integers();
   const DType dtype = check_input({kOp, "windows", windows}, 6, "[images, down, across, height, width, channels]");
   check_integers(kOp, "size", size, 2, 0);
   check_shift(kOp, shift);
@@ -101,8 +100,11 @@ void window_merge(StableIValue* stack, uint64_t, uint64_t) {
     call.to = out.mutable_data();
     windows_kernel(call);
   }
-  return_tensor(stack, 0, std::move(out));
+  return out;
 }
+
+const ChainableOp chainable_partition("window_partition", &window_partition),
+    chainable_merge("window_merge", &window_merge);
 
 }  // namespace
 
@@ -112,8 +114,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
-  library.impl("window_partition", &window_partition);
-  library.impl("window_merge", &window_merge);
+  library.impl("window_partition", &boxed<&window_partition>);
+  library.impl("window_merge", &boxed<&window_merge>);
 }
 
 }  // namespace xopt::ops

@@ -53,7 +53,8 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
         return False
     if wants_gradient(query, key, value, mask):
         return False
-    return mask is None or (mask.ndim <= 4 and (mask.dtype == torch.bool or mask.dtype in FLOATING))
+    fits = mask is None or mask.ndim <= 4 or (mask.ndim == 5 and mask.shape[0] == 1)
+    return fits and (mask is None or mask.dtype == torch.bool or mask.dtype in FLOATING)
 
 
 def attend(
@@ -70,7 +71,12 @@ def attend(
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, gqa: bool
 ) -> Tensor:
+    """`mask`: also one of windows, [images or 1, windows, heads, queries, keys], which a batch is full of."""
+    if mask is not None and mask.ndim == 5 and mask.shape[0] != 1:
+        mask = mask.flatten(0, 1)
     if not can_attend(query, key, value, mask) or not _heads_fit(query.shape, key.shape, gqa):
+        if mask is not None and mask.ndim == 5:
+            mask = mask.expand(query.shape[0] // mask.shape[1], *mask.shape[1:]).flatten(0, 1)
         return functional.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
@@ -162,7 +168,8 @@ def is_plain_attention(node: Node, mask: Any) -> bool:
     tensors: Any = node.args[:3]
     if not all(len(shape_of(each)) == 4 and has_fixed_dtype(each) for each in tensors):
         return False
-    if mask is not None and (len(shape_of(mask)) > 4 or dtype_of(mask) not in (torch.bool, *FLOATING)):
+    most = 5 if shape_of(mask)[:1] == (1,) else 4
+    if mask is not None and (len(shape_of(mask)) > most or dtype_of(mask) not in (torch.bool, *FLOATING)):
         return False
     return dtype_of(node) in FLOATING and {dtype_of(each) for each in tensors} == {dtype_of(node)}
 
@@ -229,7 +236,14 @@ def _attention_of_torch(
 
 
 def join_masks(first: Any, second: Any) -> Any:
-    """Two masks as one: of booleans, where True takes part, or to be added."""
+    """Two masks as one: of booleans, where True takes part, or to be added. One of them may be one of windows, and the
+    other then is what it is for each of them, or for all."""
+    if 5 in (first.ndim, second.ndim):
+        windows = max(mask.shape[1] for mask in (first, second) if mask.ndim == 5)
+        first, second = (
+            mask.unflatten(0, (-1, windows)) if mask.ndim == 4 and mask.shape[0] > 1 else mask
+            for mask in (first, second)
+        )
     if first.dtype == second.dtype == torch.bool:
         return first & second
     dtype = second.dtype if first.dtype == torch.bool else first.dtype

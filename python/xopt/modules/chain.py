@@ -20,11 +20,22 @@ from torch.fx import Node
 from xopt import _C, ops  # noqa: F401 - loads them
 from xopt.modules import channels_last
 from xopt.modules.chain_call import Call as Call
-from xopt.modules.chain_call import Fitting
+from xopt.modules.chain_call import Expected, Fitting
 from xopt.modules.chain_call import Shape as Shape
 from xopt.modules.chain_call import Value as Value
 from xopt.modules.counted_parameter import asking_quickly, count_changes
-from xopt.ops.chain import Given, Part, Result, SizeOf, call_text, calls_text
+from xopt.ops.chain import (
+    Computed,
+    Given,
+    Number,
+    Part,
+    Result,
+    SizeOf,
+    call_text,
+    calls_text,
+    number_of,
+    with_values,
+)
 
 Tensor = torch.Tensor
 
@@ -108,6 +119,7 @@ class Seen:
     def __init__(self, modules: list[nn.Module], given: int) -> None:
         self.operands = _C.Operands()
         self.calls: list[Call] = []
+        self.expected: list[Expected] = []
         self.shapes: dict[Value, Shape] = {}
         """Of operands that stand where a step has a tensor."""
         self.parts = 0
@@ -124,6 +136,10 @@ class Seen:
         """A call that comes before those of the step itself, and its result."""
         self.calls.append(call)
         return Result(len(self.calls) - 1)
+
+    def expect(self, function: Callable[[Any, Any], Any], left: Number, right: Number, outcome: Any) -> None:
+        """What a comparison of numbers has to say before the calls that come then are looked at."""
+        self.expected.append(Expected(len(self.calls), function, left, right, outcome))
 
     def attribute(self, module: nn.Module, name: str) -> Any:
         value = getattr(module, name)
@@ -300,8 +316,9 @@ class Chain:
             for call in seen.calls
             if isinstance(call.input, Given) and call.image_dims is not None
         ]
-        depends = any(call.alike is not None or call.fits is not None for call in seen.calls)
-        return Settled(seen.operands, text, images, Fitting(seen.calls, seen.shapes) if depends else None)
+        depends = seen.expected or any(call.alike is not None or call.fits is not None for call in seen.calls)
+        fitting = Fitting(seen.calls, seen.shapes, seen.expected) if depends else None
+        return Settled(seen.operands, text, images, fitting)
 
     def _step_by_step(self, modules: list[nn.Module], values: Sequence[Tensor]) -> Sequence[Tensor]:
         results: list[Any] = []
@@ -311,8 +328,8 @@ class Chain:
                 return values[argument.place]
             if isinstance(argument, Result):
                 return _part(self._links[argument.number], results[argument.number], argument.part)
-            if isinstance(argument, SizeOf):
-                return argument.number(lambda tensor, dim: tensor.size(dim))  # whose values have been put in
+            if isinstance(argument, (SizeOf, Computed)):
+                return number_of(argument, lambda tensor, dim: tensor.size(dim))  # whose values have been put in
             if isinstance(argument, Stored):
                 module = modules[self._place_of(modules, argument.path)]
                 return getattr(module, argument.name) if argument.name else module
@@ -362,10 +379,12 @@ def _map(argument: Any, change: Callable[[Any, bool], Any], inside: bool) -> Any
     kind = type(argument)
     if kind in _VALUES:
         return change(argument, inside)
-    if kind is SizeOf:
-        return change(argument.with_values(lambda value: change(value, False)), inside)
+    if kind is SizeOf or kind is Computed:
+        return change(with_values(argument, lambda value: change(value, False)), inside)
     if kind is tuple:
         return tuple([_map(each, change, True) for each in argument])
+    if kind is slice:
+        return slice(*[_map(each, change, True) for each in (argument.start, argument.stop, argument.step)])
     return argument
 
 

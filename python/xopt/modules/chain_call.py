@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xopt.ops.chain import Given, Result
+from xopt.graph.steps import OtherSizes
+from xopt.ops.chain import Given, Number, Result, number_of
 
 Value = Given | Result
 Shape = tuple[int, ...]
@@ -38,35 +39,55 @@ class Call(NamedTuple):
     """Whether the operator takes input and others of these shapes."""
 
 
+class Expected(NamedTuple):
+    """What comparing two numbers has to say in each call."""
+
+    place: int
+    """How many calls are before it."""
+    function: Callable[[Any, Any], Any]
+    left: Number
+    right: Number
+    outcome: Any
+
+
 class Fitting:
     """Whether calls find what they have to, by the shapes of a chain's values: what is added has to have the shape of
-    what it is added to."""
+    what it is added to. And whether sizes are as expected."""
 
-    def __init__(self, calls: list[Call], operands: dict[Value, Shape]) -> None:
+    def __init__(self, calls: list[Call], operands: dict[Value, Shape], expected: list[Expected]) -> None:
         self._calls = calls
         self._operands = operands
         self._taken = [frozenset((call.input, *call.others, call.alike)) for call in calls]
-        self._known: dict[tuple[torch.Size, ...], bool] = {}
+        self._expected: list[list[Expected]] = [[] for _ in range(len(calls) + 1)]
+        for each in expected:
+            self._expected[each.place].append(each)
+        self._known: dict[tuple[torch.Size, ...], bool | None] = {}
+        """None: sizes are not as expected."""
         self._last: tuple[tuple[torch.Size, ...], list[Shapes]] | None = None
         """The last shapes that it held for, and those that the calls then gave."""
 
     def holds(self, shapes: tuple[torch.Size, ...]) -> bool:
-        known = self._known.get(shapes)
-        if known is None:
+        """Raises OtherSizes where those are not as expected."""
+        if shapes not in self._known:
             if len(self._known) >= _MOST_SHAPES:
                 self._known.clear()
-            known = self._known[shapes] = self._look(shapes)
+            self._known[shapes] = self._look(shapes)
+        known = self._known[shapes]
+        if known is None:
+            raise OtherSizes
         return known
 
-    def _look(self, shapes: tuple[torch.Size, ...]) -> bool:
+    def _look(self, shapes: tuple[torch.Size, ...]) -> bool | None:
         """Where but some shapes are others than last time (a cache grows), looks at calls that see a difference."""
         before, results = self._last or (None, [((), ())] * len(self._calls))
         results = list(results)  # others may look at the same time
         changed: set[Value | None] = set()
         if before is not None:
             changed.update(Given(place) for place, each in enumerate(shapes) if each != before[place])
-        for number, taken in enumerate(self._taken):
-            if before is not None and changed.isdisjoint(taken):
+        for number, taken in enumerate((*self._taken, frozenset())):
+            if not all(self._is_expected(each, shapes, results) for each in self._expected[number]):
+                return None
+            if (before is not None and changed.isdisjoint(taken)) or number == len(self._calls):
                 continue
             gives = self._look_at(number, shapes, results)
             if gives is None:
@@ -76,13 +97,23 @@ class Fitting:
         self._last = shapes, results
         return True
 
+    def _shape_of(self, value: Value, shapes: tuple[torch.Size, ...], results: list[Shapes]) -> Shape:
+        if isinstance(value, Result):
+            return results[value.number][value.part]
+        return self._operands[value] if value in self._operands else tuple(shapes[value.place])
+
+    def _is_expected(self, expected: Expected, shapes: tuple[torch.Size, ...], results: list[Shapes]) -> bool:
+        def size(value: Value, dim: int) -> int:
+            return self._shape_of(value, shapes, results)[dim]
+
+        left, right = (number_of(each, size) for each in (expected.left, expected.right))
+        return bool(expected.function(left, right) == expected.outcome)
+
     def _look_at(self, number: int, shapes: tuple[torch.Size, ...], results: list[Shapes]) -> Shapes | None:
         """The shapes of a call's results; None: it does not fit."""
 
         def shape_of(value: Value) -> Shape:
-            if isinstance(value, Result):
-                return results[value.number][value.part]
-            return self._operands[value] if value in self._operands else tuple(shapes[value.place])
+            return self._shape_of(value, shapes, results)
 
         call = self._calls[number]
         taken = [shape_of(value) for value in (call.input, *call.others)]

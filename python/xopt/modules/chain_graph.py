@@ -14,9 +14,11 @@ from torch.fx import Graph, Node
 
 from xopt.graph.late import EFFECT
 from xopt.graph.program import MODULES
+from xopt.graph.steps import expect
 from xopt.modules.chain import Chain, Link, Linkable, Stored, linkables
-from xopt.modules.pattern import dtype_of, is_call, is_told_size, made_of_size, remove_unused, shape_of
-from xopt.ops.chain import Given, Result, SizeOf
+from xopt.modules.pattern import dtype_of, is_call, remove_unused, shape_of
+from xopt.modules.told_sizes import is_told_number, sign_of
+from xopt.ops.chain import Computed, Given, Number, Result, SizeOf
 
 
 def chain_steps(graph: Graph) -> None:
@@ -28,7 +30,7 @@ def chain_steps(graph: Graph) -> None:
         takes_image = kind is not None and kind.takes_images and not _has_one_channel(node)
         if takes_image and window.lies_otherwise(_image_of(node)):
             window.close()
-        if kind is not None or is_told_size(node) or window.has_part(node):
+        if kind is not None or is_told_number(node) or window.has_part(node):
             window.add(node, kind)
         elif EFFECT in node.meta or window.is_needed_by(node):
             window.close()
@@ -55,7 +57,7 @@ def kind_of(node: Node) -> Linkable | None:
 
 
 def _is_operand(node: Node) -> bool:
-    return node.op == "get_attr" or is_told_size(node) or dtype_of(node) is not None
+    return node.op == "get_attr" or is_told_number(node) or dtype_of(node) is not None
 
 
 def is_part(node: Any) -> bool:
@@ -156,8 +158,8 @@ class _Window:
         return {node for node, kind in self._kinds.items() if is_handed_on(node, kind)}
 
     def _links(self) -> list[Node]:
-        """The computing ones, and the views that somebody wants."""
-        wanted = {*self._computing, *self._handed_on}
+        """The computing ones, what is expected of their sizes, and the views that somebody wants."""
+        wanted = {*self._computing, *self._handed_on, *(node for node in self._dependent if node.target is expect)}
         for node in reversed(self._kinds):
             if node in wanted:
                 wanted.update(each for each in node.all_input_nodes if each in self._kinds)
@@ -201,15 +203,17 @@ class _Chained:
     def _told(self, argument: Any) -> Any:
         if isinstance(argument, (tuple, list)):
             return tuple(self._told(each) for each in argument)
+        if isinstance(argument, slice):
+            return slice(*map(self._told, (argument.start, argument.stop, argument.step)))
         return self.value(argument) if isinstance(argument, Node) else argument
 
-    def value(self, node: Node) -> Given | Result | SizeOf | Stored:
+    def value(self, node: Node) -> Given | Result | Number | Stored:
         if node.op == "get_attr":
             path, _, name = str(node.target).partition(":")
             return Stored(path, name)
         source: Any = node.args[0] if node.args else None
-        if is_told_size(node):
-            return self._size(node)
+        if is_told_number(node):
+            return self._number(node)
         if node in self._numbers:
             return Result(self._numbers[node])
         if is_part(node) and source in self._numbers:
@@ -218,10 +222,11 @@ class _Chained:
             self.given.append(node)
         return Given(self.given.index(node))
 
-    def _size(self, node: Any) -> SizeOf:
-        made = made_of_size(node)
-        if made is None:
-            return SizeOf(self.value(node.args[0]), node.args[1] % len(shape_of(node.args[0])))  # type: ignore[arg-type]
-        size, sign, operand = made
-        told = self._size(size)
-        return told._replace(then=(*told.then, (sign, operand if type(operand) is int else self._size(operand))))
+    def _number(self, node: Any) -> Number:
+        if not isinstance(node, Node):
+            return node  # type: ignore[no-any-return]
+        sign = sign_of(node)
+        if sign is None:
+            return SizeOf(self.value(node.args[0]), node.args[1] % len(shape_of(node.args[0])))  # type: ignore[arg-type, operator]
+        left, right = map(self._number, node.args)
+        return Computed(sign, left, right)

@@ -28,13 +28,13 @@ from xopt.modules.pattern import (
     Pattern,
     is_call,
     is_cast,
-    is_told_size,
     leaves,
     put_in_place,
     readers,
     reads_parameters,
     seen_in_views,
 )
+from xopt.modules.told_sizes import is_told_size
 
 _PARTS = 25  # of a program's weights, of which one may be kept
 
@@ -46,13 +46,27 @@ class ComputeOnce(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         room = sum(map(_bytes_of, graph.find_nodes(op="get_attr"))) // _PARTS
-        of_weights = _of_weights(graph)
-        for node in [each for each in of_weights if isinstance(each.meta.get(EXAMPLE), Described)]:
-            is_last = any(reader not in of_weights for reader in readers(node))
-            if not is_last or not _computes(node) or leaves(node) or _bytes_of(node) > room:
-                continue
-            room -= _bytes_of(node)
+        kept = _that_fit(_of_weights(graph), room)
+        for node in [each for each in graph.nodes if each in kept]:
             _put(graph, node)
+
+
+def _that_fit(of_weights: dict[Node, None], room: int) -> set[Node]:
+    """Of results that others want as many as there is room for. In place of one that is too large, what it is made
+    of."""
+    kept = set[Node]()
+    waiting = [node for node in of_weights if any(reader not in of_weights for reader in readers(node))]
+    while waiting:
+        node = min(waiting, key=_bytes_of)
+        waiting.remove(node)
+        if not isinstance(node.meta.get(EXAMPLE), Described) or not _computes(node) or leaves(node):
+            continue
+        if _bytes_of(node) <= room:
+            kept.add(node)
+            room -= _bytes_of(node)
+        else:
+            waiting += [each for each in node.all_input_nodes if each in of_weights and each not in {*waiting, *kept}]
+    return kept
 
 
 def _of_weights(graph: Graph) -> dict[Node, None]:

@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 from xopt.graph.branch import has_dtype
 from xopt.graph.steps import expect
 from xopt.modules.chain import linkables
-from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, is_told_size
+from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast
+from xopt.modules.told_sizes import is_told_size
 
 _TO_ONE_DTYPE = ("float", "half", "bfloat16")  # methods, whose names say which
 

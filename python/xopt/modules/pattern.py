@@ -131,28 +131,6 @@ def described(node: Node) -> Node:
     return node
 
 
-def is_size(node: Any) -> bool:
-    """The size of one dimension, whatever it is of."""
-    return is_call(node, "size") and type(argument(node, 1, "dim")) is int
-
-
-def is_told_size(node: Any) -> bool:
-    """A size, or what factors and divisors make of it."""
-    return is_size(node) or made_of_size(node) is not None
-
-
-def made_of_size(node: Any) -> tuple[Any, str, Any] | None:
-    """A told size, a sign, and what it is multiplied with (a number or a size) or divided by (a number)."""
-    if is_call(node, operator.floordiv):
-        size, divisor = node.args
-        return (size, "//", divisor) if is_told_size(size) and type(divisor) is int and divisor > 0 else None
-    if is_call(node, operator.mul):
-        for size, factor in (node.args, node.args[::-1]):
-            if is_told_size(size) and (is_size(factor) or (type(factor) is int and factor > 0)):
-                return size, "*", factor
-    return None
-
-
 def only_user(node: Any) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 

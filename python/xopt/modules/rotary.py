@@ -32,13 +32,13 @@ from xopt.modules.pattern import (
     dtype_of,
     is_call,
     is_cast,
-    is_size,
     only_user,
     orders,
     shape_of,
     step,
     without_casts,
 )
+from xopt.modules.told_sizes import is_size
 from xopt.modules.views import squeezed, transposed
 from xopt.ops.fakes import FLOATING
 

@@ -19,9 +19,10 @@ from xopt.graph.symbol import Symbol
 from xopt.modules.base import Context, Replacement, derive, own_forward
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.gradients import wants_gradient
-from xopt.modules.pattern import Pattern, argument, calls, dtype_of, is_told_size, replace, shape_of, step
+from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, shape_of, step
+from xopt.modules.told_sizes import is_told_size
 from xopt.modules.views import numbers_of
-from xopt.ops.chain import SizeOf
+from xopt.ops.chain import Computed, SizeOf
 from xopt.ops.fakes import FLOATING
 
 # By the names and numbers of dimensions that torch allows, what the operator calls them.
@@ -153,7 +154,7 @@ def _interpolate_call(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
 ) -> Call:
-    sizes = size or tuple([SizeOf(input, 2 + dim, (("*", int(each)),)) for dim, each in enumerate(scale_factor)])
+    sizes = size or tuple([Computed("*", SizeOf(input, 2 + dim), int(each)) for dim, each in enumerate(scale_factor)])
     dims = len(sizes)
     others, numbers = numbers_of(sizes)
     scales: list[float | None] = [None] * 3

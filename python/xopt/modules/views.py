@@ -17,8 +17,9 @@ from torch.fx import Graph, Node
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable, linkables
-from xopt.modules.pattern import Pattern, argument, calls, is_call, is_told_size, permutation, put_in_place, shape_of
-from xopt.ops.chain import SizeOf
+from xopt.modules.pattern import Pattern, argument, calls, is_call, permutation, put_in_place, shape_of
+from xopt.modules.told_sizes import is_told_size
+from xopt.ops.chain import number_of, values_in
 from xopt.ops.views import chunked, contiguous_unless_channels_last, sliced
 
 _ALL = slice(None)
@@ -83,7 +84,7 @@ class ViewAsAnother(Pattern):
 
 def numbers_of(sizes: tuple[Any, ...]) -> tuple[tuple[Value, ...], Callable[..., list[int]]]:
     """Of numbers and sizes: the values whose sizes they are, and what tells them all by those values' shapes."""
-    values = tuple(dict.fromkeys(value for each in sizes if isinstance(each, SizeOf) for value in each.values()))
+    values = tuple(dict.fromkeys(value for each in sizes for value in values_in(each)))
 
     def numbers(*shapes: Shape) -> list[int]:
         shape_of = dict(zip(values, shapes, strict=True))
@@ -92,7 +93,7 @@ def numbers_of(sizes: tuple[Any, ...]) -> tuple[tuple[Value, ...], Callable[...,
             found: int = shape_of[value][dim]
             return found
 
-        return [each.number(size) if isinstance(each, SizeOf) else each for each in sizes]
+        return [number_of(each, size) for each in sizes]
 
     return values, numbers
 
@@ -231,11 +232,14 @@ def _selected(input: Value, dim: int, index: int) -> Call:
 
 
 def _sliced(input: Value, dim: int, taken: slice) -> Call:
-    def shape(shape: Shape) -> Shape:
-        return _with_size(shape, dim, len(range(shape[dim])[taken]))
+    start = 0 if taken.start is None else taken.start
+    bounds = (start, _MOST if taken.stop is None else taken.stop, taken.step or 1)
+    others, numbers = numbers_of(bounds)
 
-    end = _MOST if taken.stop is None else taken.stop
-    return Call(sliced.__name__, (input, dim, taken.start or 0, end, taken.step or 1), input, shape)
+    def shape(shape: Shape, *shapes: Shape) -> Shape:
+        return _with_size(shape, dim, len(range(shape[dim])[slice(*numbers(*shapes))]))
+
+    return Call(sliced.__name__, (input, dim, bounds), input, shape, others=others)
 
 
 def _listed_key(key: Any) -> tuple[Any, ...]:
@@ -243,12 +247,12 @@ def _listed_key(key: Any) -> tuple[Any, ...]:
 
 
 def _has_only_numbers(node: Node) -> bool:
-    """Whether it takes a part of a tensor by numbers and slices of numbers (`x[:, 0]`, `x[..., None, 1:]`)."""
+    """Whether it takes a part of a tensor by numbers and slices of numbers or sizes (`x[:, 0]`, `x[..., None, 1:]`)."""
 
     def is_known(each: Any) -> bool:
         if isinstance(each, slice):
-            numbers = all(type(number) in (int, type(None)) for number in (each.start, each.stop, each.step))
-            return numbers and (each.step is None or each.step > 0)
+            bounds = all(type(bound) in (int, type(None)) or is_told_size(bound) for bound in (each.start, each.stop))
+            return bounds and (each.step is None or (type(each.step) is int and each.step > 0))
         return each is None or each is ... or type(each) is int
 
     key = _listed_key(node.args[1])

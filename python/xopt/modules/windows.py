@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.pattern import (
     Pattern,
     argument,
@@ -31,6 +32,9 @@ from xopt.modules.pattern import (
     shape_of,
     step,
 )
+from xopt.modules.told_sizes import is_told_size
+from xopt.modules.views import numbers_of
+from xopt.ops.chain import Computed, Number, SizeOf
 from xopt.ops.fakes import COPIED
 from xopt.ops.views import contiguous_unless_channels_last
 
@@ -173,6 +177,18 @@ def _fit(asked: Sequence[Any], real: Sequence[int]) -> bool:
     return all(type(one) is int and one in (-1, other) for one, other in zip(asked, real, strict=True))
 
 
+def _partitioned(image: Sequence[int], sizes: Sequence[int], padding: Sequence[int]) -> Shape | None:
+    """The windows that cover an image of this shape, if these sizes are theirs and the padding fills the last ones."""
+    window = (sizes[2], sizes[4])
+    if not all(type(each) is int and each > 0 for each in window):
+        return None
+    count = [-(-length // of) for length, of in zip(image[1:3], window, strict=True)]
+    filled = [length + more for length, more in zip(image[1:3], padding, strict=True)]
+    real = (image[0], count[0], window[0], count[1], window[1], image[3])
+    is_full = filled == [of * each for of, each in zip(window, count, strict=True)]
+    return real if is_full and _fit(sizes, real) else None
+
+
 @step(lambda kwargs: "+".join(["pad"] * ("padding" in kwargs) + ["roll"] * ("shift" in kwargs) + ["windows"]))
 def window_partition(
     image: Tensor,
@@ -182,19 +198,58 @@ def window_partition(
     padded_first: bool = True,
 ) -> Tensor:
     """Windows [images, down, across, height, width, channels] of an image that is padded and rolled."""
-    size, window = image.shape[1:3], (sizes[2], sizes[4])
     in_order = padded_first or not any(padding)
-    if image.is_cpu and in_order and all(type(each) is int and each > 0 for each in window):
-        count = [-(-length // of) for length, of in zip(size, window, strict=True)]
-        padded = [of * each for of, each in zip(window, count, strict=True)]
-        real = (image.shape[0], count[0], window[0], count[1], window[1], image.shape[3])
-        if _fit(sizes, real) and padded == [length + more for length, more in zip(size, padding, strict=True)]:
-            return _window_partition(image, window, shift)  # type: ignore[no-any-return]
+    if image.is_cpu and in_order and _partitioned(image.shape, sizes, padding) is not None:
+        return _window_partition(image, (sizes[2], sizes[4]), shift)  # type: ignore[no-any-return]
     amounts = (0, 0, 0, padding[1], 0, padding[0])
     image = functional.pad(image, amounts) if padded_first else image
     image = image.roll(tuple(shift), (1, 2))
     image = image if padded_first else functional.pad(image, amounts)
     return image.view(*sizes).permute(_BY_WINDOWS)
+
+
+def _is_told(node: Node) -> bool:
+    """Whether all that it takes beside the tensor is numbers and sizes, or left out."""
+    given = [*node.args[1:], *node.kwargs.values()]
+    numbers = [each for one in given for each in (one if isinstance(one, (tuple, list)) else (one,))]
+    return all(each is None or type(each) in (int, bool) or is_told_size(each) for each in numbers)
+
+
+@chainable(window_partition, where=_is_told, is_row_major=True)
+def _window_partition_call(
+    seen: Seen,
+    image: Value,
+    sizes: tuple[Number, ...],
+    shift: tuple[Number, ...] = (0, 0),
+    padding: tuple[Number, ...] = (0, 0),
+    padded_first: bool = True,
+) -> Call:
+    others, numbers = numbers_of((*sizes, *padding))
+
+    def windows(image: Shape, *shapes: Shape) -> Shape | None:
+        known = numbers(*shapes)
+        in_order = padded_first or not any(known[6:])
+        return _partitioned(image, known[:6], known[6:]) if in_order else None
+
+    return Call(
+        "window_partition",
+        (image, (sizes[2], sizes[4]), shift),
+        image,
+        lambda *shapes: windows(*shapes) or (),
+        others=others,
+        fits=lambda *shapes: windows(*shapes) is not None,
+    )
+
+
+def _merged(
+    windows: Sequence[int], sizes: Sequence[int], kept: Sequence[int | None], rolled_first: bool
+) -> list[int] | None:
+    """Height and width of what is kept of the images that windows of this shape make up, if these sizes are theirs."""
+    images, down, across, height, width, channels = windows
+    whole = [down * height, across * width]
+    size = [most if part is None else min(part, most) for part, most in zip(kept, whole, strict=True)]
+    is_known = _fit(sizes, (images, *whole, channels)) and min(size) >= 0 and (rolled_first or size == whole)
+    return size if is_known else None
 
 
 @step(lambda kwargs: "+".join(["windows"] + ["roll"] * ("shift" in kwargs) + ["crop"] * ("kept" in kwargs)))
@@ -206,13 +261,36 @@ def window_merge(
     rolled_first: bool = True,
 ) -> Tensor:
     """The images that windows [images, down, across, height, width, channels] make up, rolled and cut to size."""
-    images, down, across, height, width, channels = windows.shape
-    whole = (down * height, across * width)
-    if windows.is_cpu and _fit(sizes, (images, *whole, channels)):
-        size = [most if part is None else min(part, most) for part, most in zip(kept, whole, strict=True)]
-        if min(size) >= 0 and (rolled_first or size == [*whole]):
-            return _window_merge(windows, size, shift)  # type: ignore[no-any-return]
+    size = _merged(windows.shape, sizes, kept, rolled_first) if windows.is_cpu else None
+    if size is not None:
+        return _window_merge(windows, size, shift)  # type: ignore[no-any-return]
     merged = windows.permute(_BY_WINDOWS).reshape(*sizes)
     merged = merged.roll(tuple(shift), (1, 2)) if rolled_first else merged
     merged = merged[:, : kept[0], : kept[1], :]
     return merged if rolled_first else merged.roll(tuple(shift), (1, 2))
+
+
+@chainable(window_merge, where=_is_told, is_row_major=True)
+def _window_merge_call(
+    seen: Seen,
+    windows: Value,
+    sizes: tuple[Number, ...],
+    shift: tuple[Number, ...] = (0, 0),
+    kept: tuple[Number | None, ...] = (None, None),
+    rolled_first: bool = True,
+) -> Call:
+    """A call that asks for more than the windows cover is none: it would cost every call a comparison."""
+    asked = [
+        Computed("*", SizeOf(windows, 1 + i), SizeOf(windows, 3 + i)) if part is None else part
+        for i, part in enumerate(kept)
+    ]
+    others, numbers = numbers_of((*sizes, *asked))
+
+    def fits(windows: Shape, *shapes: Shape) -> bool:
+        known = numbers(*shapes)
+        return _merged(windows, known[:4], known[4:], rolled_first) == known[4:]
+
+    def shape(windows: Shape, *shapes: Shape) -> Shape:
+        return (windows[0], *numbers(*shapes)[4:], windows[5])
+
+    return Call("window_merge", (windows, asked, shift), windows, shape, others=others, fits=fits)

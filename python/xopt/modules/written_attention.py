@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
-from xopt.graph.record import EXAMPLE
 from xopt.modules.attention import join_masks, put_attention
 from xopt.modules.pattern import (
     ADD,
@@ -51,7 +49,7 @@ class _Written(NamedTuple):
     """One for each head, which the query is multiplied by beforehand."""
     masks: list[tuple[str, Any, Any]]
     """From the inside to the outside: ("add", mask, its factor), ("fill", where, value), ("keep", where, value
-    elsewhere) or ("windows", mask, (images or -1, windows of each))."""
+    elsewhere) or ("windows", mask, None)."""
     heads: tuple[Any, ...] | None
     """Of products of [batch * heads, ...] whose scores are seen as [batch, heads, ...] by masks: both sizes."""
     flat_masks: int
@@ -253,9 +251,9 @@ def _without_windows(node: Node, masks: list[tuple[str, Any, Any]]) -> Any:
     sizes = _given_sizes(seen)
     scores = seen.args[0]
     same = shape_of(scores) == shape_of(node) and shape_of(seen)[-3:] == shape_of(node)[-3:]
-    if not same or sizes[1] == -1:
+    if not same or (type(sizes[0]) is int and sizes[0] != -1):  # which some batches are no multiple of
         return None
-    masks += [("windows", mask, tuple(sizes[:2])) for mask in found]
+    masks += [("windows", mask, None) for mask in found]
     return scores
 
 
@@ -303,8 +301,6 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
             tensors = [call(with_heads, tensor, *found.heads) for tensor in tensors]
         mask: Any = None
         for place, (kind, each, value) in enumerate(found.masks):
-            if kind == "windows" and value[0] == -1:
-                value = (_images_of(graph, query, value[1]), value[1])
             if place < found.flat_masks:
                 each = call(with_heads, each, *(found.heads or ()))
             added = each if (kind, value) == ("add", None) else call(as_mask, kind, each, value)
@@ -315,27 +311,18 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
     put_in_place(graph, node, result)
 
 
-def _images_of(graph: Graph, query: Node, windows: Any) -> Node:
-    """How many images a batch of windows is."""
-    size = graph.call_method("size", (query, 0))
-    size.meta[EXAMPLE] = shape_of(query)[0]
-    images = graph.call_function(operator.floordiv, (size, windows))
-    images.meta[EXAMPLE] = size.meta[EXAMPLE] // (windows.meta[EXAMPLE] if isinstance(windows, Node) else windows)
-    return images
-
-
 def _scaled(query: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return (query * factor).to(query.dtype)
 
 
 def as_mask(kind: str, mask: torch.Tensor, value: Any) -> torch.Tensor:
     """As attention takes it: of booleans, where True takes part, or to be added. A finite value that scores are filled
-    with stays what it is, so that a row in which all are hidden comes out as it did."""
+    with stays what it is, so that a row in which all are hidden comes out as it did. That of windows has a dimension
+    for images, and one for the windows of each."""
     if kind == "add":
         return mask if value is None else mask * value
     if kind == "windows":
-        mask = mask.reshape((1,) * (5 - mask.ndim) + mask.shape)
-        return mask.expand(*value, *mask.shape[2:]).flatten(0, 1)
+        return mask.reshape((1,) * (5 - mask.ndim) + mask.shape)
     if kind == "keep":
         mask = ~mask.bool()
     if value == -math.inf:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,33 +41,47 @@ class Result(NamedTuple):
 
 
 class SizeOf(NamedTuple):
-    """The size of a tensor or a result, where a list of integers has one, and what it is multiplied with or divided by
-    after that, one after the other: %0:2//8*%1:1."""
+    """The size of a tensor or a result, where a list of integers has one: %0:2."""
 
     value: Given | Result
     dim: int
-    then: tuple[tuple[str, int | SizeOf], ...] = ()
 
-    def number(self, size: Callable[[Any, int], int]) -> int:
-        """By `size`, which tells a value's size along a dimension."""
-        number = size(self.value, self.dim)
-        for sign, operand in self.then:
-            by = operand.number(size) if isinstance(operand, SizeOf) else operand
-            number = number * by if sign == "*" else number // by
-        return number
 
-    def values(self) -> Iterator[Any]:
-        """Of which sizes are taken."""
-        yield self.value
-        for _, operand in self.then:
-            if isinstance(operand, SizeOf):
-                yield from operand.values()
+class Computed(NamedTuple):
+    """What a sign makes of two numbers, sizes or such. As text the sign comes last: %0:2;8;//."""
 
-    def with_values(self, change: Callable[[Any], Any]) -> SizeOf:
-        def changed(operand: int | SizeOf) -> int | SizeOf:
-            return operand.with_values(change) if isinstance(operand, SizeOf) else operand
+    sign: str
+    left: Number
+    right: Number
 
-        return SizeOf(change(self.value), self.dim, tuple([(sign, changed(operand)) for sign, operand in self.then]))
+
+Number = int | float | SizeOf | Computed
+SIGNS: dict[str, Callable[[Any, Any], Any]] = {
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod},
+    **{"/": operator.truediv, "**": operator.pow},  # whose results are no integers of a call
+}
+
+
+def number_of(number: Number, size: Callable[[Any, int], int]) -> Any:
+    """By `size`, which tells a value's size along a dimension."""
+    if isinstance(number, Computed):
+        return SIGNS[number.sign](number_of(number.left, size), number_of(number.right, size))
+    return size(number.value, number.dim) if isinstance(number, SizeOf) else number
+
+
+def values_in(number: Number) -> Iterator[Any]:
+    """Of which sizes are taken."""
+    if isinstance(number, Computed):
+        yield from values_in(number.left)
+        yield from values_in(number.right)
+    elif isinstance(number, SizeOf):
+        yield number.value
+
+
+def with_values(number: Number, change: Callable[[Any], Any]) -> Number:
+    if isinstance(number, Computed):
+        return Computed(number.sign, with_values(number.left, change), with_values(number.right, change))
+    return SizeOf(change(number.value), number.dim) if isinstance(number, SizeOf) else number
 
 
 def call_text(op: str, arguments: Sequence[Any]) -> str:
@@ -89,8 +103,9 @@ def _token(argument: Any) -> str:
     if isinstance(argument, Result):
         return f"${argument.number}.{argument.part}" if argument.part else f"${argument.number}"
     if isinstance(argument, SizeOf):
-        then = "".join([f"{sign}{_token(operand)}" for sign, operand in argument.then])
-        return f"{_token(argument.value)}:{argument.dim}{then}"
+        return f"{_token(argument.value)}:{argument.dim}"
+    if isinstance(argument, Computed):
+        return f"{_token(argument.left)};{_token(argument.right)};{argument.sign}"
     if isinstance(argument, bool):
         return "true" if argument else "false"
     if isinstance(argument, (tuple, list, torch.Size)):
@@ -109,10 +124,8 @@ def _argument(token: str) -> Any:
     if token[0] == "%" and token[-1] == "]":
         given, begin, end = token[1:-1].replace("[", ":").split(":")
         return Part(int(given), int(begin), int(end))
-    if token[0] in "%$" and ("*" in token or "//" in token):
-        first, *rest = re.split(r"(\*|//)", token)
-        then = tuple(zip(rest[::2], map(_argument, rest[1::2]), strict=True))
-        return _argument(first)._replace(then=then)
+    if ";" in token and token[0] != "[":
+        return _computed(token.split(";"))
     if token[0] in "%$":
         value, _, dim = token.partition(":")
         place, _, part = value[1:].partition(".")
@@ -130,6 +143,17 @@ def _argument(token: str) -> Any:
         except ValueError:
             pass
     return token
+
+
+def _computed(terms: list[str]) -> Computed:
+    operands: list[Any] = []
+    for term in terms:
+        if term in SIGNS:
+            right, left = operands.pop(), operands.pop()
+            operands.append(Computed(term, left, right))
+        else:
+            operands.append(_argument(term))
+    return operands[0]  # type: ignore[no-any-return]
 
 
 def _calls_of(text: str) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
@@ -159,8 +183,8 @@ def _filled(argument: Any, tensors: Sequence[Any], results: Sequence[Any]) -> An
         return tensors[argument.place]
     if isinstance(argument, Part):
         return tensors[argument.place][argument.begin : argument.end]
-    if isinstance(argument, SizeOf):
-        return argument.number(lambda value, dim: int(_filled(value, tensors, results).size(dim)))
+    if isinstance(argument, (SizeOf, Computed)):
+        return number_of(argument, lambda value, dim: int(_filled(value, tensors, results).size(dim)))
     if type(argument) is list:
         return [_filled(each, tensors, results) for each in argument]
     return results[argument.number][argument.part] if isinstance(argument, Result) else argument

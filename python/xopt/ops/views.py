@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ def contiguous_unless_channels_last(image: Tensor) -> Tensor:
     return image if last else image.contiguous()
 
 
-def sliced(input: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
-    """`input[start:end:step]` along a dimension. `end`: may lie anywhere behind the last element."""
-    return input[(slice(None),) * (dim % input.dim()) + (slice(start, end, step),)]
+def sliced(input: Tensor, dim: int, taken: Sequence[int]) -> Tensor:
+    """`input[start:end:step]` along a dimension. The end may lie anywhere behind the last element."""
+    return input[(slice(None),) * (dim % input.dim()) + (slice(*taken),)]
 
 
 def chunked(input: Tensor, dim: int, chunks: int, place: int) -> Tensor:
