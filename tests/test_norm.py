@@ -1,4 +1,4 @@
-"""xopt::layer_norm and rms_norm against the reference."""
+"""xopt::layer_norm, rms_norm and unit_norm against the reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class NormCase:
 
 
 def sample(rng: random.Random) -> NormCase:
-    norm = rng.choice(("layer_norm", "rms_norm"))
+    norm = rng.choice(("layer_norm", "layer_norm", "rms_norm", "rms_norm", "unit_norm"))
+    has_more = norm != "unit_norm"
     return NormCase(
         seed=rng.randrange(2**31),
         lead=cases.pick_lead(rng, cases.pick_size(rng)),
@@ -47,14 +48,14 @@ def sample(rng: random.Random) -> NormCase:
         out=rng.choice(("", "", *cases.FLOATS)),
         layout=cases.pick(rng, OTHER_LAYOUTS),
         offset=rng.choice((0.0, 0.0, 3.0, 100.0)),
-        residual=rng.choice(("", *cases.FLOATS)),
+        residual=rng.choice(("", *cases.FLOATS)) if has_more else "",
         residual_layout=cases.pick(rng, OTHER_LAYOUTS),
         norm=norm,
-        weight=rng.choice(("", *cases.FLOATS)),
+        weight=rng.choice(("", *cases.FLOATS)) if has_more else "",
         bias=rng.choice(("", *cases.FLOATS)) if norm == "layer_norm" else "",
         weight_offset=rng.choice((0.0, 1.0)) if norm == "rms_norm" else 0.0,
         eps=rng.choice((1e-5, 1e-6, 1e-12, 0.1)),
-        return_sum=rng.random() < 0.5,
+        return_sum=has_more and rng.random() < 0.5,
     )
 
 
@@ -71,9 +72,12 @@ def check(case: NormCase) -> None:
     x = laid_out(case.input, case.layout, case.offset)
     residual = laid_out(case.residual, case.residual_layout) if case.residual else None
     weight, bias = vector(case.weight), vector(case.bias)
-    options: dict[str, Any] = {"eps": case.eps, "residual": residual, "return_sum": case.return_sum}
-    options["out_dtype"] = DTYPES[case.out] if case.out else None
-    if case.norm == "layer_norm":
+    options: dict[str, Any] = {"eps": case.eps, "out_dtype": DTYPES[case.out] if case.out else None}
+    if case.norm != "unit_norm":
+        options |= {"residual": residual, "return_sum": case.return_sum}
+    if case.norm == "unit_norm":
+        out, total = torch.ops.xopt.unit_norm(x, **options), torch.empty(0)
+    elif case.norm == "layer_norm":
         out, total = torch.ops.xopt.layer_norm(x, weight, bias, **options)
     else:
         out, total = torch.ops.xopt.rms_norm(x, weight, weight_offset=case.weight_offset, **options)
@@ -100,10 +104,11 @@ def test_cases(case_batch: list[NormCase]) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "unit_norm"])
 def test_tails(norm: str) -> None:
+    more: dict[str, Any] = {} if norm == "unit_norm" else {"weight": "f32", "return_sum": True}
     FAMILY.run_all(
-        NormCase(seed=n, lead="3", n=n, input=dtype, residual=dtype, norm=norm, weight="f32", return_sum=True)
+        NormCase(seed=n, lead="3", n=n, input=dtype, residual=dtype if more else "", norm=norm, **more)
         for dtype in cases.FLOATS
         for n in (*cases.EDGES, 768, 2051)
     )

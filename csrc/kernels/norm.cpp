@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm over rows. See norm.h.
+// LayerNorm, RMSNorm and normalizing to length 1 over rows. See norm.h.
 // isa: scalar avx2 avx512 avx512_bf16
 //
 // A row comes from memory once, as floats that stay in L1; the passes that follow (squares about the mean, which one
@@ -171,10 +171,13 @@ class RowNorm {
     uint8_t* out = static_cast<uint8_t*>(call_.out) + row * n * dtype_size(call_.out_dtype);
     const Ahead next_input = ahead(next.input, call_.input.dtype);
     const Ahead next_residual = next.residual == nullptr ? next_input : ahead(next.residual, call_.residual.dtype);
-    const float variance =
-        squares_about(mean, values, next_input, ahead(out, call_.out_dtype), n) / static_cast<float>(n);
-    const float scale = 1.0F / __builtin_sqrtf(variance + call_.eps);
-    write_({values, weight_, bias_, out, mean, scale}, next_residual, n);
+    const float squares = squares_about(mean, values, next_input, ahead(out, call_.out_dtype), n);
+    write_({values, weight_, bias_, out, mean, 1.0F / divisor(squares)}, next_residual, n);
+  }
+
+  float divisor(float squares) const {
+    if (call_.norm == Norm::unit_norm) return maximum(__builtin_sqrtf(squares), call_.eps);
+    return __builtin_sqrtf(squares / static_cast<float>(call_.columns) + call_.eps);
   }
 
   static Ahead ahead(const uint8_t* data, DType dtype) { return {data, kWidth * dtype_size(dtype)}; }

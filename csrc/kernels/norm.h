@@ -1,9 +1,10 @@
-// LayerNorm and RMSNorm over rows, with the addition before them: the contract of the kernel "norm" (dtype f32, that of
+// LayerNorm, RMSNorm and normalizing to length 1 over rows, with the addition before them: the contract of the kernel "norm" (dtype f32, that of
 // all sums; inputs and outputs may be any of the three floating dtypes).
 //
 //   s = input + residual                       in fp32, not rounded before it is normalised
 //   LayerNorm   out = (s - mean) / sqrt(variance + eps) * weight + bias
 //   RMSNorm     out = s / sqrt(mean of squares + eps) * (weight + weight_offset)
+//   unit norm   out = s / max(sqrt(sum of squares), eps)
 #pragma once
 
 #include "kernels/gemm.h"

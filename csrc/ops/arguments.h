@@ -78,6 +78,7 @@ class Tensor {
   Tensor contiguous_copy() const;
   Tensor contiguous_copy(const int64_t* sizes, int64_t dims) const;  // broadcast to this shape
   Tensor channels_last_copy() const;
+  Tensor copied_to(Tensor copy) const;  // which this one's shape broadcasts to, and which is returned
   // The same memory in other dimensions, from an element on.
   Tensor view(const int64_t* sizes, const int64_t* strides, int64_t dims, int64_t first_element) const;
   Tensor first(int64_t count) const;  // of one dimension: its first elements, in the same memory
@@ -119,7 +120,6 @@ class Tensor {
   static Tensor empty_in_rows(const int64_t* sizes, int64_t dims, DType dtype, bool keep);
   static Tensor empty_of(int64_t elements, const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
                          bool keep);
-  Tensor copied_to(Tensor copy) const;
   DType copied_dtype() const;
 
   AtenTensorHandle handle_ = nullptr;

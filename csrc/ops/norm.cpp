@@ -1,4 +1,5 @@
-// xopt::layer_norm and rms_norm: a norm over the last dimension, with the addition of a residual before it.
+// xopt::layer_norm, rms_norm and unit_norm: a norm over the last dimension, the first two with the addition of a residual
+// before it.
 #include "kernels/norm.h"
 
 #include "ops/gemm_arguments.h"
@@ -97,7 +98,16 @@ Pair run_norm(const char* op, Norm norm, NormArguments arguments) {
 Pair layer_norm(Stack stack) { return run_norm("layer_norm", Norm::layer_norm, layer_norm_arguments(stack)); }
 Pair rms_norm(Stack stack) { return run_norm("rms_norm", Norm::rms_norm, rms_norm_arguments(stack)); }
 
-const ChainableOp chainable_layer_norm("layer_norm", &layer_norm), chainable_rms_norm("rms_norm", &rms_norm);
+Tensor unit_norm(Stack stack) {
+  NormArguments arguments;
+  arguments.input = Tensor(stack.tensor());
+  arguments.eps = stack.number();
+  arguments.out_dtype = stack.optional_dtype_code();
+  return run_norm("unit_norm", Norm::unit_norm, std::move(arguments)).first;
+}
+
+const ChainableOp chainable_layer_norm("layer_norm", &layer_norm), chainable_rms_norm("rms_norm", &rms_norm),
+    chainable_unit_norm("unit_norm", &unit_norm);
 
 }  // namespace
 
@@ -108,9 +118,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
       "rms_norm(Tensor input, Tensor? weight=None, *, float eps=1e-6, float weight_offset=0., Tensor? residual=None, "
       "bool return_sum=False, ScalarType? out_dtype=None) -> (Tensor out, Tensor sum)");
+  library.def("unit_norm(Tensor input, *, float eps=1e-12, ScalarType? out_dtype=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
+  library.impl("unit_norm", &boxed<unit_norm>);
   library.impl("layer_norm", &boxed<layer_norm>);
   library.impl("rms_norm", &boxed<rms_norm>);
 }

@@ -82,10 +82,11 @@ bool Recorder::reads_what_varies(const PreparedCall& call) const {
 bool Recorder::see_result(size_t place, const Tensor& result) {
   results_[place].varies = earlier_ && earlier_->results[place] != shape_of(result);
   if (!result) return false;
-  const std::optional<DType> dtype = dtype_from_torch(result.dtype_code());
-  if (!dtype) return false;
   SeenResult& seen = results_[place];
   seen.root = {Where::In::result, place, 0};
+  seen.memory = {static_cast<const uint8_t*>(result.data()), bytes_spanned(result)};
+  const std::optional<DType> dtype = dtype_from_torch(result.dtype_code());
+  if (!dtype) return false;  // a view of a mask of booleans: each run gives it, for others to read
   seen.is_part = joins_.is_part(place, result);
   if (seen.is_part) {
     const size_t whole = joins_.whole_of(place);
@@ -93,7 +94,6 @@ bool Recorder::see_result(size_t place, const Tensor& result) {
         Where::In::result, whole,
         static_cast<const uint8_t*>(result.data()) - static_cast<const uint8_t*>(joins_.place_of(whole)->data())};
   }
-  seen.memory = {static_cast<const uint8_t*>(result.data()), bytes_spanned(result)};
   seen.like = {place,
                {result.sizes(), result.sizes() + result.dims()},
                {result.strides(), result.strides() + result.dims()},

@@ -147,8 +147,15 @@ Tensor contiguous_unless_channels_last(Stack stack) {
   return tensor.is_contiguous() || is_dense_channels_last(tensor) ? reference(tensor) : tensor.contiguous_copy();
 }
 
+Tensor channels_last(Stack stack) {
+  const Tensor image = stack.tensor();
+  if (image.dims() < 3) fail("channels_last", "image", "expected at least 3 dimensions, got ", image.shape_text());
+  return is_channels_last(image) ? reference(image) : image.channels_last_copy();
+}
+
 const ChainableView chainable_unflatten("unflatten", &unflatten),
-    chainable_unless("contiguous_unless_channels_last", &contiguous_unless_channels_last);
+    chainable_unless("contiguous_unless_channels_last", &contiguous_unless_channels_last),
+    chainable_channels_last("channels_last", &channels_last);
 const ChainableView chainable_reshape("reshape", &reshape), chainable_flatten("flatten", &flatten),
     chainable_contiguous("contiguous", &contiguous);
 
@@ -216,6 +223,23 @@ Tensor squeeze(Stack stack) {
   return without(tensor, squeezed).of(tensor);
 }
 
+// As torch's expand: dimensions of one element have as many as are asked for, and there may be more before them.
+Tensor expand(Stack stack) {
+  constexpr const char* kOp = "expand";
+  const Tensor tensor = stack.tensor();
+  const Integers given = stack.integers();
+  const int64_t more = given.size() - tensor.dims();
+  bool fits = more >= 0 && given.size() <= kMostDims;
+  Dims dims;
+  for (int64_t i = 0; fits && i < given.size(); ++i) {
+    const int64_t size = i < more ? 1 : tensor.size(i - more), wanted = given[i] == -1 && i >= more ? size : given[i];
+    fits = wanted >= 0 && (size == 1 || size == wanted);
+    dims.add(wanted, size == 1 ? 0 : tensor.stride(i - more));
+  }
+  if (!fits) fail(kOp, "size", "expected sizes that ", tensor.shape_text(), " expands to, got ", given.text());
+  return dims.of(tensor);
+}
+
 // With so many elements of one dimension, each step-th.
 Dims part_of(const Tensor& tensor, int64_t part, int64_t length, int64_t step) {
   Dims dims;
@@ -281,7 +305,7 @@ Tensor select(Stack stack) {
 const ChainableView chainable_permute("permute", &permute), chainable_transpose("transpose", &transpose),
     chainable_unsqueeze("unsqueeze", &unsqueeze), chainable_squeeze("squeeze", &squeeze),
     chainable_narrow("narrow", &narrow), chainable_sliced("sliced", &sliced), chainable_chunked("chunked", &chunked),
-    chainable_select("select", &select);
+    chainable_select("select", &select), chainable_expand("expand", &expand);
 
 }  // namespace
 }  // namespace xopt::ops

@@ -28,7 +28,7 @@ enum class Activation : uint8_t {
 };
 
 enum class Binary : uint8_t { none, add, mul };
-enum class Norm : uint8_t { none, layer_norm, rms_norm };
+enum class Norm : uint8_t { none, layer_norm, rms_norm, unit_norm };
 
 // Rows of A: row r lies at (r / inner_rows) * outer_stride + (r % inner_rows) * row_stride elements; k is contiguous.
 // One level of merging lets a [batch, seq, k] slice of a larger tensor be read where it stands.

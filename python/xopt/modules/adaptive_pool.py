@@ -21,6 +21,7 @@ from xopt.modules.base import Replacement
 from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.pattern import Pattern, argument, calls, described, dtype_of, put_in_place, replace, shape_of, step
 from xopt.modules.pool import ImagePool, for_kernel, replaced_kind
+from xopt.modules.views import are_rows, flattened, permuted
 from xopt.ops.fakes import FLOATING
 
 _DIMS: dict[type[nn.Module], int] = {
@@ -109,9 +110,9 @@ class FindAdaptivePools(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, torch.mean, "mean"):
-            dims = _dims_of_mean(node)
-            if dims is not None:
-                _pool_in_place_of_mean(graph, node, dims)
+            dims, over_rows = _spatial_dims_of_mean(node)
+            if dims is not None and not over_rows:
+                _pool_in_place_of_mean(graph, node, dims, mean_of_pixels)
         for kind, functions in (("max", _MAX), ("average", _AVERAGE)):
             for dims, function in enumerate(functions, 1):
                 for node in calls(graph, function):
@@ -123,25 +124,62 @@ class FindAdaptivePools(Pattern):
                         replace(graph, node, pool_to, (dims, kind, given["input"], size), {})
 
 
-def _dims_of_mean(node: Any) -> int | None:
-    """How many spatial dimensions a mean goes over, if that is all of those that an image's layout is known for."""
+class FindMeansOfRows(Pattern):
+    """As of a transformer's tokens, behind its last norm."""
+
+    stage: ClassVar[int] = 6  # when it is known what is rows
+    switch: ClassVar[str] = "pool_images"
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, torch.mean, "mean"):
+            dims, over_rows = _spatial_dims_of_mean(node)
+            if dims is not None and over_rows and are_rows(argument(node, 0, "input")):
+                _pool_in_place_of_mean(graph, node, dims, mean_of_rows)
+
+
+def _spatial_dims_of_mean(node: Any) -> tuple[int | None, bool]:
+    """How many spatial dimensions a mean goes over, if that is all of those that an image has whose layout is known,
+    and whether its channels are behind them: then it is one of rows."""
     source = argument(node, 0, "input")
     over, keeps = argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
     all_dims = len(shape_of(source))
-    if all_dims not in (4, 5) or type(keeps) is not bool or not isinstance(over, (tuple, list)):
-        return None
+    over = (over,) if type(over) is int else over
+    if all_dims not in (3, 4, 5) or type(keeps) is not bool or not isinstance(over, (tuple, list)):
+        return None, False
     if not all(type(dim) is int for dim in over) or node.kwargs.keys() - {"input", "dim", "keepdim"}:
-        return None
-    is_spatial = sorted(dim % all_dims for dim in over) == [*range(2, all_dims)]
-    return all_dims - 2 if is_spatial and dtype_of(source) == dtype_of(node) in FLOATING else None
+        return None, False
+    known = dtype_of(source) == dtype_of(node) in FLOATING
+    found = sorted(dim % all_dims for dim in over)
+    if known and found == [*range(2, all_dims)] and all_dims > 3:
+        return all_dims - 2, False
+    return (all_dims - 2 if known and found == [*range(1, all_dims - 1)] else None), True
 
 
-def _pool_in_place_of_mean(graph: Graph, node: Node, dims: int) -> None:
+def _pool_in_place_of_mean(graph: Graph, node: Node, dims: int, mean: Any) -> None:
+    keeps = argument(node, 2, "keepdim", False)
     with graph.inserting_before(node):
-        new = described(graph.call_function(mean_of_pixels, (dims, argument(node, 0, "input"))))
-        if not argument(node, 2, "keepdim", False):
+        new = described(graph.call_function(mean, (dims, argument(node, 0, "input"))))
+        if mean is mean_of_rows and keeps:
+            for _ in range(dims):
+                new = described(graph.call_method("unsqueeze", (new, 1)))
+        elif mean is mean_of_pixels and not keeps:
             new = graph.call_method("flatten", (new, 1))
     put_in_place(graph, node, new)
+
+
+@step("adaptive_pool")
+def mean_of_rows(dims: int, input: torch.Tensor) -> torch.Tensor:
+    """[images, ..., channels] as [images, channels]."""
+    result = pooled(dims, input.movedim(-1, 1), "average", 1)
+    return input.mean(tuple(range(1, 1 + dims))) if result is None else result.flatten(1)
+
+
+@chainable(mean_of_rows, where=lambda node: dtype_of(node) in FLOATING)
+def _mean_of_rows_call(seen: Seen, dims: int, input: Value) -> Call | None:
+    image = seen.call(permuted(input, (0, dims + 1, *range(1, dims + 1))))
+    pool = _call(dims, "average", image, 1)
+    return None if pool is None else flattened(seen.call(pool), 1)
 
 
 @step("adaptive_pool")

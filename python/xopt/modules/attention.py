@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
+from xopt.graph.record import EXAMPLE
 from xopt.modules.base import has_kernels
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.fixed_dtype import has_fixed_dtype
@@ -31,6 +33,7 @@ from xopt.modules.pattern import (
     is_cast,
     is_view,
     only_reader,
+    permutation,
     put_in_place,
     remove_unused,
     shape_of,
@@ -151,12 +154,42 @@ def put_attention(
     dims = len(shape_of(tensors[0]))
     kwargs: dict[str, Any] = {"causal": causal, "scale": scale}
     if dims > 4:
-        return graph.call_function(attention_in_parts, (*tensors, mask), kwargs)
+        heads = _innermost_of_parts(tensors) if mask is None or len(shape_of(mask)) <= 2 else None
+        if heads is None:
+            return graph.call_function(attention_in_parts, (*tensors, mask), kwargs)
+        return _put_in_batches(
+            graph, tensors, heads, lambda tensors: put_attention(graph, tensors, mask, dtype, **kwargs)
+        )
     if dims == 3:
         tensors = [described(graph.call_method("unsqueeze", (tensor, 1))) for tensor in tensors]
         mask = mask if mask is None else described(graph.call_function(with_one_head, (mask,)))
     attended = described(graph.call_function(scaled_dot_product_attention, (*tensors, mask), {**kwargs, "gqa": gqa}))
     return graph.call_method("squeeze", (attended, 1)) if dims == 3 else attended
+
+
+def _innermost_of_parts(tensors: Sequence[Any]) -> int | None:
+    """Of three parts of one tensor, which have the same dimensions then: the one before the last two that lies
+    innermost in memory, as heads do in a projection's rows."""
+    source: Any = tensors[0].args[0] if is_call(tensors[0], operator.getitem) else None
+    if not is_call(source, "unbind", torch.unbind) or argument(source, 1, "dim", 0) != 0:
+        return None
+    order = permutation(source.args[0])
+    if order is None or not all(is_call(each, operator.getitem) and each.args[0] is source for each in tensors):
+        return None
+    return max(range(len(order) - 3), key=order[1:-2].__getitem__)
+
+
+def _put_in_batches(graph: Graph, tensors: Sequence[Any], heads: int, put: Callable[[Sequence[Any]], Node]) -> Node:
+    """As `attention_in_parts` sees them, in views."""
+    dims = len(shape_of(tensors[0]))
+    order = (*(dim for dim in range(dims - 2) if dim != heads), heads, dims - 2, dims - 1)
+    query, *_ = lined_up = [described(graph.call_method("permute", (each, order))) for each in tensors]
+    sizes = [graph.call_method("size", (query, dim)) for dim in range(dims - 1)]
+    for size, example in zip(sizes, shape_of(query), strict=False):
+        size.meta[EXAMPLE] = example
+    attended = put([described(graph.call_method("flatten", (each, 0, dims - 4))) for each in lined_up])
+    attended = described(graph.call_method("reshape", (described(attended), (*sizes, -1))))
+    return graph.call_method("permute", (attended, tuple(map(order.index, range(dims)))))
 
 
 attention_steps: dict[Any, str] = {scaled_dot_product_attention: "scale"}

@@ -75,11 +75,15 @@ class Linkable(NamedTuple):
     takes_images: bool
     is_torchs: bool
     channels_last: Callable[[Node], bool | None]
-    is_row_major: bool
+    is_row_major: Callable[[Node], bool]
 
 
 Teller = TypeVar("Teller", bound=Callable[..., Call | list[Call] | None])
 linkables: dict[Any, Linkable] = {}
+
+
+def always(node: Node) -> bool:
+    return True
 
 
 def chainable(
@@ -90,7 +94,7 @@ def chainable(
     takes_images: bool = False,
     is_torchs: bool = False,
     channels_last: Callable[[Node], bool | None] = lambda node: False,
-    is_row_major: bool = False,
+    is_row_major: Callable[[Node], bool] = lambda node: False,
 ) -> Callable[[Teller], Teller]:
     """Marks the function that tells what call of an operator a step is, or None where it is none: it takes a `Seen` and
     then the step's arguments. Of those, modules are themselves and tensors `Given` or `Result`, but `Stored` those of
@@ -100,8 +104,8 @@ def chainable(
     `where`: which of a graph's steps are worth asking for. `is_view`: it computes nothing. `takes_images`: how its
     input lies in memory makes a difference, so that it must be a link's result, or have its channels last as that has.
     `is_torchs`: by itself it stays torch's, which is as quick; no chain is made of nothing but such. `channels_last`:
-    whether an image has its channels last in this view; None: if its source has. `is_row_major`: the result is
-    contiguous whatever is given."""
+    whether an image has its channels last in this view; None: if its source has. `is_row_major`: whether
+    the result is contiguous whatever is given."""
 
     def mark(teller: Teller) -> Teller:
         for step in steps:

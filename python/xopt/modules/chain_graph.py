@@ -7,6 +7,7 @@ between them.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -16,20 +17,25 @@ from xopt.graph.late import EFFECT
 from xopt.graph.program import MODULES
 from xopt.graph.steps import expect
 from xopt.modules.chain import Chain, Link, Linkable, Stored, linkables
-from xopt.modules.pattern import dtype_of, is_call, remove_unused, shape_of
-from xopt.modules.told_sizes import is_told_number, sign_of
+from xopt.modules.pattern import argument, dtype_of, is_call, remove_unused, shape_of
+from xopt.modules.told_sizes import is_negative, is_size, is_told_number, sign_of
 from xopt.ops.chain import Computed, Given, Number, Result, SizeOf
+from xopt.ops.views import FORMATS, channels_last
 
 
-def chain_steps(graph: Graph) -> None:
-    """Makes one step of those that nothing stands between."""
+def chain_steps(graph: Graph, lays_out: bool) -> None:
+    """Makes one step of those that nothing stands between. `lays_out`: whether convolutions answer with the channels
+    last whatever they are given, so that their images may be laid out so before."""
     window = _Window(graph)
     # Asked before the first chain is made: whose dtype is fixed is told by what it comes from.
     kinds = {node: kind_of(node) for node in graph.nodes if node.op not in ("placeholder", "get_attr")}
     for node, kind in kinds.items():
         takes_image = kind is not None and kind.takes_images and not _has_one_channel(node)
         if takes_image and window.lies_otherwise(_image_of(node)):
-            window.close()
+            if lays_out and len(shape_of(_image_of(node))) in FORMATS:
+                window.lay_out(node)
+            else:
+                window.close()
         if kind is not None or is_told_number(node) or window.has_part(node):
             window.add(node, kind)
         elif EFFECT in node.meta or window.is_needed_by(node):
@@ -99,6 +105,15 @@ class _Window:
         source, is_last = step.args[0], kind.channels_last(step)
         return source not in self._kinds or is_last is False or (is_last is None and self.lies_otherwise(source))
 
+    def lay_out(self, node: Node) -> None:
+        """Has a step take its image with the channels last."""
+        image = _image_of(node)
+        with self._graph.inserting_before(node):
+            laid_out = self._graph.call_function(channels_last, (image,))
+        laid_out.meta.update(image.meta)
+        node.replace_input_with(image, laid_out)
+        self.add(laid_out, linkables[channels_last])
+
     def has_part(self, node: Node) -> bool:
         return is_part(node) and self._has_parts(node.args[0])
 
@@ -134,6 +149,8 @@ class _Window:
         for node in outside:
             with self._graph.inserting_before(node if node in behind else self._computing[-1]):
                 now[node] = self._graph.node_copy(node, lambda source: now.get(source, source))
+            if now[node].target == "view":  # what it is of may lie otherwise now
+                now[node].target = "reshape"
         for node, instead in now.items():
             instead.meta.update(node.meta)
             node.replace_all_uses_with(instead, delete_user_cb=lambda user: user not in self._kinds)
@@ -226,7 +243,14 @@ class _Chained:
         if not isinstance(node, Node):
             return node  # type: ignore[no-any-return]
         sign = sign_of(node)
-        if sign is None:
-            return SizeOf(self.value(node.args[0]), node.args[1] % len(shape_of(node.args[0])))  # type: ignore[arg-type, operator]
-        left, right = map(self._number, node.args)
-        return Computed(sign, left, right)
+        if sign is not None:
+            left, right = map(self._number, node.args)
+            return Computed(sign, left, right)
+        if is_negative(node):
+            return Computed("-", 0, self._number(node.args[0]))
+        of: Any = self.value(node.args[0])  # type: ignore[arg-type]
+        dims = len(shape_of(node.args[0]))
+        if is_size(node):
+            return SizeOf(of, argument(node, 1, "dim") % dims)
+        sizes: list[Number] = [SizeOf(of, dim) for dim in range(dims)]
+        return functools.reduce(lambda left, right: Computed("*", left, right), sizes or [1])

@@ -24,6 +24,7 @@ from xopt.modules.pattern import (
     shape_of,
     writes_any_dtype,
 )
+from xopt.modules.views import unsqueezed
 from xopt.ops.concat import MOST_PARTS
 from xopt.ops.fakes import COPIED, FLOATING
 
@@ -83,12 +84,20 @@ def _is_read_once(node: Node) -> bool:
 
 
 def _joins(node: Node) -> bool:
+    return _joins_parts_with(node, len(shape_of(node)))
+
+
+def _stacks(node: Node) -> bool:
+    return _joins_parts_with(node, len(shape_of(node)) - 1)
+
+
+def _joins_parts_with(node: Node, dims: int) -> bool:
     parts, dim = _parts(node), argument(node, 1, "dim", 0)
     if not parts or len(node.args) > 2 or not node.kwargs.keys() <= {"tensors", "dim"} or type(dim) is not int:
         return False
-    dims = {len(shape_of(each)) for each in (*parts, node)}
     dtypes = {dtype_of(each) for each in (*parts, node)}
-    return len(dims) == len(dtypes) == 1 and 1 <= min(dims) <= _MOST_DIMS and dtypes <= {*COPIED}
+    alike = len(dtypes) == 1 and all(len(shape_of(each)) == dims for each in parts)
+    return alike and 1 <= len(shape_of(node)) <= _MOST_DIMS and dtypes <= {*COPIED}
 
 
 class JoinNothing(Pattern):
@@ -121,8 +130,18 @@ def _copied_call(seen: Seen, input: Value) -> Call:
 @chainable(*_CAT, where=_joins, is_torchs=True)
 def _concat_call(seen: Seen, tensors: tuple[Any, ...], dim: int = 0) -> Call | None:
     values = [value for value in map(seen.value, tensors) if value is not None]
+    return _joined(seen, values, dim) if len(values) == len(tensors) else None
+
+
+@chainable(torch.stack, where=_stacks, is_torchs=True)
+def _stack_call(seen: Seen, tensors: tuple[Any, ...], dim: int = 0) -> Call | None:
+    values = [value for value in map(seen.value, tensors) if value is not None]
     if len(values) < len(tensors):
         return None
+    return _joined(seen, [seen.call(unsqueezed(value, dim)) for value in values], dim)
+
+
+def _joined(seen: Seen, values: list[Value], dim: int) -> Call:
     while len(values) > MOST_PARTS:
         groups = [values[begin : begin + MOST_PARTS] for begin in range(0, len(values), MOST_PARTS)]
         values = [group[0] if len(group) == 1 else seen.call(_join_call(group, dim)) for group in groups]

@@ -21,7 +21,7 @@ from xopt.graph.record import EXAMPLE
 from xopt.graph.symbol import Symbol, recorder_of
 from xopt.modules import channels_last
 from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_problem, own_forward, result_dtype
-from xopt.modules.chain import Call, Seen, Stored, Value, chainable
+from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
 from xopt.modules.computed_weight import before_class, is_computed, pack_computed, take_weight, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
 from xopt.modules.packed_layout import Taps
@@ -29,6 +29,8 @@ from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
 from xopt.modules.pattern import step
 from xopt.modules.product import finished, fused_arguments, is_for_torch, label, plain_parameters, product_problem, told
+from xopt.modules.told_sizes import is_told_size, numbers_of
+from xopt.ops.chain import Computed, Number
 from xopt.ops.conv import output_sizes
 from xopt.ops.fakes import FLOATING
 
@@ -202,8 +204,12 @@ def _amounts(
             amount = 0 if isinstance(padding, str) else padding[place]
             amounts += [amount, amount]
     for place, amount in enumerate(pad):
-        amounts[len(amounts) - 2 * (place // 2 + 1) + place % 2] += amount
+        amounts[_place_of_pad(place, len(amounts))] += amount
     return tuple(amounts)
+
+
+def _place_of_pad(place: int, count: int) -> int:
+    return count - 2 * (place // 2 + 1) + place % 2
 
 
 def output_shape_of(module: Any, input_shape: Sequence[int], pad: Sequence[int] = ()) -> tuple[int, ...]:
@@ -246,12 +252,12 @@ def conv(
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether its geometry is the module's own in all calls."""
+    """Whether its geometry is the module's own in all calls, or follows from sizes."""
     module: Any = node.args[0]
     example = module.meta[EXAMPLE]
     pad: Any = node.kwargs.get("pad", ())
-    is_constant = all(type(amount) is int and amount >= 0 for amount in pad)
-    return example.padding_mode == "zeros" and is_constant and node.kwargs.get("out_dtype") in FLOATING
+    is_told = all(is_told_size(amount) or (type(amount) is int and amount >= 0) for amount in pad)
+    return example.padding_mode == "zeros" and is_told and node.kwargs.get("out_dtype") in FLOATING
 
 
 @chainable(conv, where=_is_plain, takes_images=True)
@@ -264,7 +270,7 @@ def _conv_call(
     norm: tuple[Stored | None, ...] | None = None,
     eps: float = 0.0,
     other: Value | None = None,
-    pad: Sequence[int] = (),
+    pad: tuple[Number, ...] = (),
     **after: Any,
 ) -> Call | None:
     weight = packed_weight(module)
@@ -273,17 +279,37 @@ def _conv_call(
     stride, padding, dilation, groups = (
         seen.attribute(module, name) for name in ("stride", "padding", "dilation", "groups")
     )
-    amounts = amounts_of(padding, module.kernel_size, dilation, pad)
+    own = amounts_of(padding, module.kernel_size, dilation)
+    amounts = _with_pad(own, pad)
+    others, numbers = numbers_of(amounts)
+    channels, kernel = module.out_channels, tuple(module.kernel_size)
     packed = take_weight(seen, module, weight)
     scale, bias = fold_seen(seen, module, norm, eps)
     arguments = (input, packed, weight.shape, bias, stride, amounts, dilation, groups, scale)
-    geometry = (tuple(module.kernel_size), tuple(stride), amounts, tuple(dilation))
+
+    def shape(image: Shape, *shapes: Shape) -> Shape:
+        return _output_shape(image, channels, (kernel, tuple(stride), tuple(numbers(*shapes)), tuple(dilation)))
+
+    def fits(image: Shape, *shapes: Shape) -> bool:
+        return all(padded >= by_itself for padded, by_itself in zip(numbers(*shapes), own, strict=True))
+
     return Call(
         "conv",
         (*arguments, *fused_arguments(after, other), out_dtype),
         input,
-        functools.partial(_output_shape, channels=module.out_channels, geometry=geometry),
+        shape,
         image_dims=weight.dim(),
         any_layout=weight_is_channels_last(module) or None,
         alike=other,
+        others=others,
+        fits=fits if pad else None,
     )
+
+
+def _with_pad(amounts: tuple[int, ...], pad: tuple[Number, ...]) -> tuple[Number, ...]:
+    """What a convolution pads itself and what is padded before it, which has the last dimension first."""
+    together: list[Number] = list(amounts)
+    for place, amount in enumerate(pad):
+        at = _place_of_pad(place, len(amounts))
+        together[at] = amount if amounts[at] == 0 else Computed("+", amounts[at], amount)
+    return tuple(together)

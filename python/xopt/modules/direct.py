@@ -76,7 +76,7 @@ class Direct:
         if inside is None or under_autocast or torch._C._is_torch_function_mode_enabled():
             return NotImplemented
         flow = self._flow
-        found = programs.known((None, key) if flow is None else (flow.source, (flow.inside, *key[1:])))
+        found = programs.known((None, inside, key) if flow is None else (flow.source, inside, (flow.inside, *key[1:])))
         if not found:
             return NotImplemented
         state, before = channels_last.state, channels_last.state.inside

@@ -23,7 +23,7 @@ def has_fixed_dtype(node: Node) -> bool:
         return True
     if node.op in ("placeholder", "get_attr") or is_told_size(node):
         return True
-    if is_cast(node) and (node.target in _TO_ONE_DTYPE or any(isinstance(each, torch.dtype) for each in _told(node))):
+    if is_cast(node) and (node.target in _TO_ONE_DTYPE or any(_names_a_dtype(each, node) for each in _told(node))):
         return True
     if not is_call(node, operator.getitem, *linkables):
         return False
@@ -32,7 +32,13 @@ def has_fixed_dtype(node: Node) -> bool:
 
 def names_a_dtype(cast: Node) -> bool:
     """And nothing else: no device, no layout, no wish for a copy."""
-    return all(isinstance(each, torch.dtype) for each in _told(cast))
+    return all(_names_a_dtype(each, cast) for each in _told(cast))
+
+
+def _names_a_dtype(argument: Any, cast: Node) -> bool:
+    if cast.target == "type_as":
+        return isinstance(argument, Node) and has_fixed_dtype(argument)
+    return isinstance(argument, torch.dtype)
 
 
 def _told(cast: Node) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from xopt.modules.base import (
     own_forward,
     result_dtype,
 )
-from xopt.modules.chain import Call, Seen, Stored, Value, chainable
+from xopt.modules.chain import Call, Seen, Stored, Value, always, chainable
 from xopt.modules.computed_weight import before_class, is_computed, pack_computed, take_weight, weight_of
 from xopt.modules.folded_norm import fold_seen, folded
 from xopt.modules.packed_layout import Columns, Place
@@ -249,7 +249,7 @@ def _is_plain(node: Node) -> bool:
     return node.kwargs.get("out_dtype") in FLOATING and type(weight_of(module.meta[EXAMPLE])) is PackedParameter
 
 
-@chainable(linear, where=_is_plain, is_row_major=True)
+@chainable(linear, where=_is_plain, is_row_major=always)
 def _linear_call(
     seen: Seen,
     module: PackedProduct,

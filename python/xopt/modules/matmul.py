@@ -17,7 +17,7 @@ from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.autocast import autocast_dtype
 from xopt.graph.record import EXAMPLE
 from xopt.modules.base import result_dtype
-from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
+from xopt.modules.chain import Call, Seen, Shape, Stored, Value, always, chainable
 from xopt.modules.combine import are_broadcast, broadcast
 from xopt.modules.linear import weight_times
 from xopt.modules.packed_parameter import PackedParameter
@@ -186,7 +186,7 @@ def _is_link(node: Node) -> bool:
     return alike and _product_shape(*(tuple(shape_of(each)) for each in node.args)) == tuple(made.shape)
 
 
-@chainable(matmul, where=_is_link, is_row_major=True)
+@chainable(matmul, where=_is_link, is_row_major=always)
 def _matmul_call(
     seen: Seen, left: Value, right: Value, other: Value | Stored | None = None, *, alpha: float = 1.0
 ) -> Call | None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.record import EXAMPLE
-from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.chain import Call, Seen, Value, always, chainable
 from xopt.modules.computed_weight import weight_of
 from xopt.modules.gated_linear import gated_linear
 from xopt.modules.linear import PackedProduct, has_own_packed_weight, is_output_like, linear
@@ -95,14 +95,14 @@ def add_rms_norm(
     return _rms_norm(input, weight, eps=eps, residual=residual, **options)  # type: ignore[no-any-return]
 
 
-@chainable(layer_norm, where=lambda node: True, is_row_major=True)
+@chainable(layer_norm, where=lambda node: True, is_row_major=always)
 def _layer_norm_call(
     seen: Seen, input: Value, weight: Value | None, bias: Value | None, *, eps: float, out_dtype: torch.dtype
 ) -> Call:
     return _add_layer_norm_call(seen, input, None, weight, bias, eps=eps, out_dtype=out_dtype, return_sum=False)
 
 
-@chainable(add_layer_norm, where=lambda node: True, has_parts=True, is_row_major=True)
+@chainable(add_layer_norm, where=lambda node: True, has_parts=True, is_row_major=always)
 def _add_layer_norm_call(
     seen: Seen,
     input: Value,
@@ -118,7 +118,7 @@ def _add_layer_norm_call(
     return Call("layer_norm", arguments, input, lambda rows: rows, alike=residual)
 
 
-@chainable(rms_norm, where=lambda node: True, is_row_major=True)
+@chainable(rms_norm, where=lambda node: True, is_row_major=always)
 def _rms_norm_call(
     seen: Seen, input: Value, weight: Value | None, *, eps: float, weight_offset: float = 0.0, out_dtype: torch.dtype
 ) -> Call:
@@ -126,7 +126,7 @@ def _rms_norm_call(
     return _add_rms_norm_call(seen, input, None, weight, **options, return_sum=False)
 
 
-@chainable(add_rms_norm, where=lambda node: True, has_parts=True, is_row_major=True)
+@chainable(add_rms_norm, where=lambda node: True, has_parts=True, is_row_major=always)
 def _add_rms_norm_call(
     seen: Seen,
     input: Value,
@@ -310,7 +310,7 @@ def _has_parameter(node: Node) -> bool:
     return has_own_packed_weight(module)
 
 
-@chainable(linear_norm, where=_has_parameter, has_parts=True, is_row_major=True)
+@chainable(linear_norm, where=_has_parameter, has_parts=True, is_row_major=always)
 def _linear_norm_call(
     seen: Seen,
     module: PackedProduct,

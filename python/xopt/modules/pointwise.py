@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from xopt.modules.activation import ACTIVATIONS, plain_activation
 from xopt.modules.cast import write_rounded
-from xopt.modules.chain import Call, Seen, chainable
+from xopt.modules.chain import Call, Seen, Value, chainable
 from xopt.modules.chain_graph import is_part, kind_of
 from xopt.modules.combine import are_broadcast, broadcast, combined, relu_of_sum
 from xopt.modules.fixed_dtype import names_a_dtype
@@ -129,6 +129,28 @@ def _pointwise_call(seen: Seen, inputs: tuple[Any, ...], *, steps: str, out_dtyp
     others = tuple(values[1:])
     arguments = (tuple(values), steps, out_dtype)
     return Call("pointwise", arguments, values[0], broadcast, others=others, fits=are_broadcast)
+
+
+def _is_plain_cast(node: Node) -> bool:
+    known = len(shape_of(node)) <= _MOST_DIMS and dtype_of(node) in FLOATING and dtype_of(node.args[0]) in FLOATING
+    return known and is_cast(node) and names_a_dtype(node)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[..., Call]:
+    def call(seen: Seen, input: Value) -> Call:
+        return Call("pointwise", ((input,), "mul:x0:1.0", dtype), input, lambda shape: shape)
+
+    return call
+
+
+for _name, _dtype in (("float", torch.float32), ("bfloat16", torch.bfloat16), ("half", torch.float16)):
+    chainable(_name, where=_is_plain_cast, is_torchs=True)(_cast_to(_dtype))
+
+
+@chainable("to", where=_is_plain_cast, is_torchs=True)
+def _to_call(seen: Seen, input: Value, *given: torch.dtype, **named: torch.dtype) -> Call:
+    (dtype,) = (*given, *named.values())
+    return _cast_to(dtype)(seen, input)
 
 
 # ---- What is found ---------------------------------------------------------------------------------------------------

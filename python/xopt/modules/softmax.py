@@ -1,4 +1,4 @@
-"""Softmax over the last dimension, as a link of chains. By itself it stays torch's."""
+"""Softmax over one dimension, as a link of chains. By itself it stays torch's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch.fx import Node
 from torch.nn import functional
 
-from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.pattern import argument, dtype_of, shape_of
+from xopt.modules.views import transposed
 from xopt.ops.fakes import FLOATING
 
 SOFTMAX = (torch.softmax, functional.softmax, "softmax")
@@ -20,13 +21,25 @@ def is_along_last(softmax: Node) -> bool:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether it is torch's along the last dimension, in the dtype of its input."""
-    last = len(shape_of(node)) > 0 and is_along_last(node)
+    """Whether it is torch's along a dimension that is told, in the dtype of its input."""
+    dim, dims = argument(node, 1, "dim"), len(shape_of(node))
     named = {name for name, value in node.kwargs.items() if value is not None}
     alone = len(node.args) <= 2 and named <= {"dim", "_stacklevel"}
-    return last and alone and dtype_of(node) == dtype_of(node.args[0]) and dtype_of(node) in FLOATING
+    known = type(dim) is int and -dims <= dim < dims
+    return known and alone and dtype_of(node) == dtype_of(node.args[0]) and dtype_of(node) in FLOATING
 
 
-@chainable(*SOFTMAX, where=_is_plain, is_torchs=True, is_row_major=True)
-def _softmax_call(seen: Seen, input: Value, dim: Any, **others: Any) -> Call:
-    return Call("softmax", (input, None), input, lambda shape: shape, fits=lambda shape: dim in (-1, len(shape) - 1))
+@chainable(*SOFTMAX, where=_is_plain, is_torchs=True, is_row_major=is_along_last)
+def _softmax_call(seen: Seen, input: Value, dim: int, **others: Any) -> Call:
+    """Along another dimension than the last one, on what has that for its last."""
+
+    def fits(shape: Shape) -> bool:
+        return -len(shape) <= dim < len(shape)
+
+    if dim == -1:
+        return _along_last(input)
+    return transposed(seen.call(_along_last(seen.call(transposed(input, dim, -1)._replace(fits=fits)))), dim, -1)
+
+
+def _along_last(input: Value) -> Call:
+    return Call("softmax", (input, None), input, lambda shape: shape)

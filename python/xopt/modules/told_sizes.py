@@ -7,15 +7,15 @@ the recorded one. A chain asks once for all calls of the same shapes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch.fx import Node
 
 from xopt.graph.steps import expect
-from xopt.modules.chain import Call, Seen, chainable
-from xopt.modules.pattern import argument, is_call
-from xopt.ops.chain import SIGNS, Number
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
+from xopt.modules.pattern import argument, dtype_of, is_call, shape_of
+from xopt.ops.chain import SIGNS, Number, number_of, values_in
 
 _SIGN_OF: dict[Any, str] = {
     **{function: sign for sign, function in SIGNS.items()},
@@ -29,6 +29,14 @@ _MOST_TERMS = 32  # csrc/ops/prepared.cpp knows as many
 def is_size(node: Any) -> bool:
     """The size of one dimension, whatever it is of."""
     return is_call(node, "size") and type(argument(node, 1, "dim")) is int
+
+
+def is_number_of_elements(node: Any) -> bool:
+    return is_call(node, "numel") and dtype_of(node.args[0]) is not None
+
+
+def is_negative(node: Any) -> bool:
+    return is_call(node, operator.neg) and len(node.args) == 1
 
 
 def is_told_size(node: Any) -> bool:
@@ -48,6 +56,10 @@ def _count_terms(node: Any, most: int, signs: Container[str]) -> int:
         return most + 1
     if type(node) in (int, float) or is_size(node):
         return 1
+    if is_number_of_elements(node):
+        return max(1, len(shape_of(node.args[0])))
+    if is_negative(node):
+        return 1 + _count_terms(node.args[0], most - 1, signs)
     if sign_of(node) not in signs:
         return most + 1
     left, right = node.args
@@ -58,6 +70,22 @@ def _count_terms(node: Any, most: int, signs: Container[str]) -> int:
 def sign_of(node: Any) -> str | None:
     """Of a step of arithmetic."""
     return _SIGN_OF[node.target] if is_call(node, *_SIGN_OF) and len(node.args) == 2 else None
+
+
+def numbers_of(sizes: tuple[Any, ...]) -> tuple[tuple[Value, ...], Callable[..., list[int]]]:
+    """Of numbers and sizes: the values whose sizes they are, and what tells them all by those values' shapes."""
+    values = tuple(dict.fromkeys(value for each in sizes for value in values_in(each)))
+
+    def numbers(*shapes: Shape) -> list[int]:
+        shape_of = dict(zip(values, shapes, strict=True))
+
+        def size(value: Value, dim: int) -> int:
+            found: int = shape_of[value][dim]
+            return found
+
+        return [number_of(each, size) for each in sizes]
+
+    return values, numbers
 
 
 def _compares_told(node: Node) -> bool:

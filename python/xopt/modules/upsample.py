@@ -6,6 +6,7 @@ ways to interpolate (bicubic, area, with antialiasing), and those that want a gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -20,9 +21,8 @@ from xopt.modules.base import Context, Replacement, derive, own_forward
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
 from xopt.modules.gradients import wants_gradient
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, shape_of, step
-from xopt.modules.told_sizes import is_told_size
-from xopt.modules.views import numbers_of
-from xopt.ops.chain import Computed, SizeOf
+from xopt.modules.told_sizes import is_told_size, numbers_of
+from xopt.ops.chain import Computed, Number, SizeOf
 from xopt.ops.fakes import FLOATING
 
 # By the names and numbers of dimensions that torch allows, what the operator calls them.
@@ -131,12 +131,20 @@ def _target(
 _SCALES = ("scale_d", "scale_h", "scale_w")
 
 
+def _scaled(size: Number, factor: float) -> Number | None:
+    """What torch makes of a size by a factor that fp32 and fp64 have exactly."""
+    if factor >= 1 and factor == int(factor):
+        return Computed("*", size, int(factor))
+    is_part = 0 < factor < 1 and math.frexp(factor)[0] == 0.5
+    return Computed("//", size, int(1 / factor)) if is_part else None
+
+
 def _is_plain(node: Node) -> bool:
-    """Whether chains can tell the size of the result: sizes, or whole factors."""
+    """Whether chains can tell the size of the result: sizes, whole factors, or a half, a quarter and so on."""
     given: Any = node.kwargs
     sizes, factors = (given.get(name, ()) for name in ("size", "scale_factor"))
     told = all(type(each) is int or is_told_size(each) for each in sizes)
-    whole = all(type(each) in (int, float) and each >= 1 and each == int(each) for each in factors)
+    whole = all(type(each) in (int, float) and _scaled(0, each) is not None for each in factors)
     known = _MODES.get((given.get("mode", "nearest"), len(shape_of(node))))
     fits = known == "linear" or given.get("align_corners") is None
     one = bool(sizes) != bool(factors) and len(sizes or factors) == len(shape_of(node)) - 2
@@ -154,7 +162,8 @@ def _interpolate_call(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
 ) -> Call:
-    sizes = size or tuple([Computed("*", SizeOf(input, 2 + dim), int(each)) for dim, each in enumerate(scale_factor)])
+    scaled = [_scaled(SizeOf(input, 2 + dim), each) for dim, each in enumerate(scale_factor)]
+    sizes = size or tuple([each for each in scaled if each is not None])
     dims = len(sizes)
     others, numbers = numbers_of(sizes)
     scales: list[float | None] = [None] * 3

@@ -9,18 +9,30 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
+from torch.nn import functional
 
 from xopt.graph.record import EXAMPLE
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable, linkables
-from xopt.modules.pattern import Pattern, argument, calls, is_call, permutation, put_in_place, shape_of
-from xopt.modules.told_sizes import is_told_size
-from xopt.ops.chain import number_of, values_in
-from xopt.ops.views import chunked, contiguous_unless_channels_last, sliced
+from xopt.modules.pattern import (
+    Pattern,
+    argument,
+    calls,
+    dtype_of,
+    is_call,
+    leaves,
+    permutation,
+    put_in_place,
+    shape_of,
+)
+from xopt.modules.told_sizes import is_told_size, numbers_of
+from xopt.ops.chain import Number
+from xopt.ops.fakes import FLOATING
+from xopt.ops.views import FORMATS, channels_last, chunked, contiguous_unless_channels_last, padded, sliced
 
 _ALL = slice(None)
 _MOST_DIMS = 8  # that a call of a chain knows
@@ -82,65 +94,56 @@ class ViewAsAnother(Pattern):
                 put_in_place(graph, node, graph.call_method("reshape", (image, tuple(sizes))))
 
 
-def numbers_of(sizes: tuple[Any, ...]) -> tuple[tuple[Value, ...], Callable[..., list[int]]]:
-    """Of numbers and sizes: the values whose sizes they are, and what tells them all by those values' shapes."""
-    values = tuple(dict.fromkeys(value for each in sizes for value in values_in(each)))
-
-    def numbers(*shapes: Shape) -> list[int]:
-        shape_of = dict(zip(values, shapes, strict=True))
-
-        def size(value: Value, dim: int) -> int:
-            found: int = shape_of[value][dim]
-            return found
-
-        return [number_of(each, size) for each in sizes]
-
-    return values, numbers
-
-
 def _puts_channels_last(node: Node) -> bool:
     """Whether the last dimension of rows becomes an image's channels."""
     dims, source = len(shape_of(node)), node.args[0]
     if permutation(node) is not None:
-        return dims > 2 and permutation(node) == (0, dims - 1, *range(1, dims - 1)) and _are_rows(source)
+        return dims > 2 and permutation(node) == (0, dims - 1, *range(1, dims - 1)) and are_rows(source)
     is_image = dims > 3 and len(shape_of(source)) == 3 and shape_of(node)[:2] == shape_of(source)[:2]
-    return is_image and permutation(source) == (0, 2, 1) and _are_rows(source.args[0])  # type: ignore[union-attr]
+    return is_image and permutation(source) == (0, 2, 1) and are_rows(source.args[0])  # type: ignore[union-attr]
 
 
-def _are_rows(node: Any) -> bool:
+def are_rows(node: Any) -> bool:
     """Whether a tensor's dimensions lie in memory in their order, be it with gaps between: a layer's result, or parts
     of its rows."""
     if is_call(node, operator.getitem):
         source: Any = node.args[0]
         if type(node.args[1]) is int:
-            return _are_rows(source.args[0] if is_call(source, *_PARTED) else source)
+            return are_rows(source.args[0] if is_call(source, *_PARTED) else source)
         whole = all(isinstance(each, slice) and each.step in (None, 1) for each in _listed_key(node.args[1]))
-        return whole and _are_rows(source)
+        return whole and are_rows(source)
     if is_call(node, "reshape", "view", torch.reshape, "unflatten"):
-        return _are_rows(node.args[0])
-    return is_call(node, *linkables) and linkables[node.target].is_row_major
+        return are_rows(node.args[0])
+    return is_call(node, *linkables) and linkables[node.target].is_row_major(node)
 
 
-@_view("reshape", "view", torch.reshape, where=_has_sizes, channels_last=_puts_channels_last)
-def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
-    sizes = _listed(given)
-    others, numbers = numbers_of(sizes)
+def reshaped(input: Value, sizes: Sequence[Number]) -> Call:
+    others, numbers = numbers_of(tuple(sizes))
 
     def shape(shape: Shape, *shapes: Shape) -> Shape:
         known = numbers(*shapes)
         rest = math.prod(size for size in known if size != -1)
         return tuple(math.prod(shape) // max(rest, 1) if size == -1 else size for size in known)
 
-    return Call("reshape", (input, sizes), input, shape, others=others)
+    return Call("reshape", (input, tuple(sizes)), input, shape, others=others)
 
 
-@_view("flatten", torch.flatten, where=_has_numbers)
-def _flatten(seen: Seen, input: Value, start_dim: int = 0, end_dim: int = -1) -> Call:
+@_view("reshape", "view", torch.reshape, where=_has_sizes, channels_last=_puts_channels_last)
+def _reshape(seen: Seen, input: Value, *given: Any) -> Call:
+    return reshaped(input, _listed(given))
+
+
+def flattened(input: Value, start_dim: int = 0, end_dim: int = -1) -> Call:
     def shape(shape: Shape) -> Shape:
         first, last = start_dim % len(shape), end_dim % len(shape)
         return (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
 
     return Call("flatten", (input, start_dim, end_dim), input, shape)
+
+
+@_view("flatten", torch.flatten, where=_has_numbers)
+def _flatten(seen: Seen, input: Value, start_dim: int = 0, end_dim: int = -1) -> Call:
+    return flattened(input, start_dim, end_dim)
 
 
 @_view("contiguous", where=_has_numbers)
@@ -176,10 +179,13 @@ def _transpose(seen: Seen, input: Value, dim0: int, dim1: int) -> Call:
     return transposed(input, dim0, dim1)
 
 
+def permuted(input: Value, dims: Sequence[int]) -> Call:
+    return Call("permute", (input, tuple(dims)), input, lambda shape: tuple(shape[dim] for dim in dims))
+
+
 @_view("permute", torch.permute, where=_has_sizes, channels_last=_puts_channels_last)
 def _permute(seen: Seen, input: Value, *given: Any) -> Call:
-    dims = _listed(given)
-    return Call("permute", (input, dims), input, lambda shape: tuple(shape[dim] for dim in dims))
+    return permuted(input, _listed(given))
 
 
 def unsqueezed(input: Value, dim: int) -> Call:
@@ -221,6 +227,51 @@ def _with_size(shape: Shape, dim: int, size: int) -> Shape:
 def narrowed(input: Value, start: int, length: int, dim: int = -1) -> Call:
     """A part of one dimension."""
     return Call("narrow", (input, dim, start, length), input, lambda shape: _with_size(shape, dim, length))
+
+
+@_view("expand", where=_has_sizes)
+def _expand(seen: Seen, input: Value, *given: Any) -> Call:
+    sizes = _listed(given)
+    others, numbers = numbers_of(sizes)
+
+    def shape(shape: Shape, *shapes: Shape) -> Shape:
+        known = numbers(*shapes)
+        own = (1,) * (len(known) - len(shape)) + shape
+        return tuple(of if size == -1 else size for size, of in zip(known, own, strict=True))
+
+    return Call("expand", (input, sizes), input, shape, others=others)
+
+
+def _pads_with_a_constant(node: Node) -> bool:
+    """Whether it is neither copied for somebody nor for a dtype that kernels do not know."""
+    amounts, value = argument(node, 1, "pad"), argument(node, 3, "value")
+    known = isinstance(amounts, (tuple, list)) and 0 < len(amounts) <= _MOST_DIMS and len(amounts) % 2 == 0
+    numbers = known and all(type(each) is int or is_told_size(each) for each in amounts)
+    constant = argument(node, 2, "mode", "constant") == "constant" and type(value) in (int, float, type(None))
+    return numbers and constant and dtype_of(node) in FLOATING and not leaves(node)
+
+
+@_view(functional.pad, where=_pads_with_a_constant, channels_last=lambda node: None)
+def _pad(seen: Seen, input: Value, pad: tuple[Any, ...], mode: str = "constant", value: float | None = None) -> Call:
+    others, numbers = numbers_of(pad)
+
+    def shape(shape: Shape, *shapes: Shape) -> Shape:
+        known = numbers(*shapes)
+        sizes = list(shape)
+        for place, amount in enumerate(known):
+            sizes[-1 - place // 2] += amount
+        return tuple(sizes)
+
+    return Call(padded.__name__, (input, pad, float(value or 0.0)), input, shape, others=others)
+
+
+def _has_an_order(node: Node) -> bool:
+    return len(shape_of(node)) in FORMATS
+
+
+@_view(channels_last, where=_has_an_order, channels_last=lambda node: True)
+def _channels_last(seen: Seen, image: Value) -> Call:
+    return Call(channels_last.__name__, (image,), image, lambda shape: shape)
 
 
 def _selected(input: Value, dim: int, index: int) -> Call:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
-from xopt.modules.chain import Call, Seen, Shape, Value, chainable
+from xopt.modules.chain import Call, Seen, Shape, Value, always, chainable
 from xopt.modules.pattern import (
     Pattern,
     argument,
@@ -32,8 +32,7 @@ from xopt.modules.pattern import (
     shape_of,
     step,
 )
-from xopt.modules.told_sizes import is_told_size
-from xopt.modules.views import numbers_of
+from xopt.modules.told_sizes import is_told_size, numbers_of
 from xopt.ops.chain import Computed, Number, SizeOf
 from xopt.ops.fakes import COPIED
 from xopt.ops.views import contiguous_unless_channels_last
@@ -215,7 +214,7 @@ def _is_told(node: Node) -> bool:
     return all(each is None or type(each) in (int, bool) or is_told_size(each) for each in numbers)
 
 
-@chainable(window_partition, where=_is_told, is_row_major=True)
+@chainable(window_partition, where=_is_told, is_row_major=always)
 def _window_partition_call(
     seen: Seen,
     image: Value,
@@ -270,7 +269,7 @@ def window_merge(
     return merged if rolled_first else merged.roll(tuple(shift), (1, 2))
 
 
-@chainable(window_merge, where=_is_told, is_row_major=True)
+@chainable(window_merge, where=_is_told, is_row_major=always)
 def _window_merge_call(
     seen: Seen,
     windows: Value,

@@ -295,7 +295,7 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
         key = method("transpose", found.key, -2, -1) if found.key_is_transposed else found.key
         query = found.query
         for factor in found.factors:
-            query = call(_scaled, query, factor)
+            query = method("to", call(torch.mul, query, factor), dtype_of(query))
         tensors = [query, key, found.value]
         if found.heads is not None:
             tensors = [call(with_heads, tensor, *found.heads) for tensor in tensors]
@@ -309,10 +309,6 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
         if found.heads is not None:
             result = method("flatten", result, 0, 1)
     put_in_place(graph, node, result)
-
-
-def _scaled(query: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return (query * factor).to(query.dtype)
 
 
 def as_mask(kind: str, mask: torch.Tensor, value: Any) -> torch.Tensor:

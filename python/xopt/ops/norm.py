@@ -49,7 +49,14 @@ def _rms_norm(
     return _outputs("rms_norm", input, residual, return_sum, out_dtype)
 
 
+@fake_of("unit_norm")
+def _unit_norm(input: Tensor, *, eps: float = 1e-12, out_dtype: torch.dtype | None = None) -> Tensor:
+    check("unit_norm", {"input": input}, FLOATING)
+    return _outputs("unit_norm", input, None, False, out_dtype)[0]
+
+
 @cost_of("layer_norm", category="norm", kernel="norm")
 @cost_of("rms_norm", category="norm", kernel="norm")
+@cost_of("unit_norm", category="norm", kernel="norm")
 def _norm_work(input: Shape, *others: object, **options: object) -> Work:
     return Work(f"{rows_of(input)}x{input[-1]}")

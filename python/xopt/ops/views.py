@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -14,6 +15,15 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def contiguous_unless_channels_last(image: Tensor) -> Tensor:
     last = image.stride(1) == 1 and image.is_contiguous(memory_format=FORMATS[image.dim()])
     return image if last else image.contiguous()
+
+
+def channels_last(image: Tensor) -> Tensor:
+    return image if image.stride(1) == 1 else image.contiguous(memory_format=FORMATS[image.dim()])
+
+
+def padded(input: Tensor, amounts: Sequence[int], value: float) -> Tensor:
+    """As torch pads with a constant, but itself where there is nothing to pad."""
+    return functional.pad(input, list(amounts), value=value) if any(amounts) else input
 
 
 def sliced(input: Tensor, dim: int, taken: Sequence[int]) -> Tensor:
@@ -26,7 +36,10 @@ def chunked(input: Tensor, dim: int, chunks: int, place: int) -> Tensor:
     return input.chunk(chunks, dim)[place]
 
 
-_OWN = {function.__name__: function for function in (contiguous_unless_channels_last, sliced, chunked)}
+_OWN = {
+    function.__name__: function
+    for function in (contiguous_unless_channels_last, channels_last, padded, sliced, chunked)
+}
 
 
 def view_of(name: str) -> Callable[..., Tensor] | None:
