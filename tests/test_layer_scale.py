@@ -91,6 +91,26 @@ class ScaledConvByVector(ScaledConv):
         return self.down(self.up(x).relu()) * self.scale[:, None, None] + x  # type: ignore[no-any-return]
 
 
+class ScaledNorm(ScaledConv):
+    """Behind a BatchNorm (EfficientFormerV2, MobileNetV4)."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__(bias)
+        self.norm = nn.BatchNorm2d(48, affine=bias)
+        nn.init.normal_(self.norm.running_mean)  # type: ignore[arg-type]
+        nn.init.uniform_(self.norm.running_var, 0.5, 1.5)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.down(self.up(x).relu())) * self.scale  # type: ignore[no-any-return]
+
+
+class ScaledTwice(ScaledNorm):
+    """One of which goes with the sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.down(self.up(x).relu())) * self.scale * self.scale  # type: ignore[no-any-return]
+
+
 class ScaledColumns(ScaledConv):
     """Not with the sums: it has one value for each column."""
 
@@ -105,6 +125,8 @@ class ScaledColumns(ScaledConv):
 FUSED: dict[type[Scaled], str] = {
     ScaledConv: "conv+layer_scale+add",
     ScaledConvByVector: "conv+layer_scale+add",
+    ScaledNorm: "conv+batch_norm+layer_scale+add",
+    ScaledTwice: "conv+batch_norm+layer_scale",
     Scaled: "linear+layer_scale+add",
     ScaledFirst: "linear+layer_scale+add",
     ScaledTokens: "linear+layer_scale+add",
@@ -136,7 +158,7 @@ def test_is_as_exact_as_torch(kind: type[Scaled], dtype: torch.dtype, bias: bool
         assert torch.equal(state[name], value.to(state[name].dtype))
 
 
-@pytest.mark.parametrize("kind", [Scaled, ScaledConv, ScaledConvByVector])
+@pytest.mark.parametrize("kind", [Scaled, ScaledConv, ScaledConvByVector, ScaledNorm])
 @torch.no_grad()
 def test_sees_a_new_scale_and_other_shapes(kind: type[Scaled]) -> None:
     source, x = kind().eval(), input_of(kind)
@@ -148,7 +170,7 @@ def test_sees_a_new_scale_and_other_shapes(kind: type[Scaled]) -> None:
     torch.testing.assert_close(optimized(smaller), source(smaller), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Scaled, ScaledConv, ScaledConvByVector])
+@pytest.mark.parametrize("kind", [Scaled, ScaledConv, ScaledConvByVector, ScaledNorm])
 def test_gradients_and_weights_of_the_caller(kind: type[Scaled]) -> None:
     source, x = kind().eval().requires_grad_(False), input_of(kind)
     optimized = xopt.optimize(source, dtype=torch.float32, sample_input=x)

@@ -17,6 +17,7 @@ from xopt.modules.pattern import (
     Pattern,
     argument,
     calls,
+    described,
     dtype_of,
     is_call,
     only_reader,
@@ -67,16 +68,30 @@ class WriteJoined(Pattern):
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, *_CAT):
             for part in _parts(node):
-                way: list[Any] = [part]
-                while is_call(way[-1], *VIEWS, "flatten") and _is_read_once(way[-1]):
-                    way.append(way[-1].args[0])
-                source = way[-1]
-                if dtype_of(source) == dtype_of(node) or not {dtype_of(source), dtype_of(node)} <= {*FLOATING}:
-                    continue
-                if writes_any_dtype(source) and _is_read_once(source):
-                    source.kwargs = {**source.kwargs, "out_dtype": dtype_of(node)}
-                    for each in way:
-                        each.meta[EXAMPLE] = each.meta[EXAMPLE]._replace(dtype=dtype_of(node))
+                dtypes = {dtype_of(part), dtype_of(node)}
+                if len(dtypes) == 2 and dtypes <= {*FLOATING} and not _is_written_so(part, node):
+                    _cast(graph, node, part)
+
+
+def _is_written_so(part: Node, node: Node) -> bool:
+    """Whether what a part is, be it through views, can write the dtype of the whole, and does so now."""
+    way: list[Any] = [part]
+    while is_call(way[-1], *VIEWS, "flatten") and _is_read_once(way[-1]):
+        way.append(way[-1].args[0])
+    source = way[-1]
+    if not writes_any_dtype(source) or not _is_read_once(source):
+        return False
+    source.kwargs = {**source.kwargs, "out_dtype": dtype_of(node)}
+    for each in way:
+        each.meta[EXAMPLE] = each.meta[EXAMPLE]._replace(dtype=dtype_of(node))
+    return True
+
+
+def _cast(graph: Graph, node: Node, part: Node) -> None:
+    """In a step of its own, which a chain may take along."""
+    with graph.inserting_before(node):
+        cast = described(graph.call_method("to", (part, dtype_of(node))))
+    node.replace_input_with(part, cast)
 
 
 def _is_read_once(node: Node) -> bool:
@@ -88,7 +103,8 @@ def _joins(node: Node) -> bool:
 
 
 def _stacks(node: Node) -> bool:
-    return _joins_parts_with(node, len(shape_of(node)) - 1)
+    """Images, which lie otherwise, are quicker with torch."""
+    return len(shape_of(node)) <= 4 and _joins_parts_with(node, len(shape_of(node)) - 1)
 
 
 def _joins_parts_with(node: Node, dims: int) -> bool:

@@ -23,7 +23,7 @@ from xopt.modules import channels_last
 from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_problem, own_forward, result_dtype
 from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
 from xopt.modules.computed_weight import before_class, is_computed, pack_computed, take_weight, weight_of
-from xopt.modules.folded_norm import fold_seen, folded
+from xopt.modules.folded_norm import fold_seen, folded, of_images
 from xopt.modules.packed_layout import Taps
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
@@ -244,8 +244,7 @@ def conv(
     weight = packed_weight(module)
     if weight is None or (other is not None and other.shape != output_shape_of(module, input.shape, pad)):
         input = functional.pad(input, pad) if pad else input
-        if norm is not None and norm[0] is None and norm[2] is not None:  # a layer scale
-            norm = (None, None, norm[2].reshape(-1, *(1,) * len(module.kernel_size)), None)
+        norm = of_images(norm, len(module.kernel_size))
         return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
     scale, bias = folded(module, bias, norm, eps)
     return run(module, weight, input, bias, pad, **told(after, input, out_dtype, scale=scale, other=other))

@@ -1,4 +1,6 @@
-"""A BatchNorm or a layer scale after a convolution or a linear layer, as a factor and an addend for each channel.
+"""A BatchNorm or a layer scale, or the two, after a convolution or a linear layer, as a factor and an addend for each
+channel. In a graph they are one tuple: a BatchNorm's running mean, variance, weight and bias, with a layer scale behind
+them if there is one; and of a layer scale alone (None, None, itself, None).
 
 Both are vectors of fp32. The packed weight stays as it is: the factor is applied to the sums before they are rounded,
 which is more exact than a scaled weight in bf16, and leaves every parameter where the source model has it. They are
@@ -29,7 +31,9 @@ class _Folded:
         self._sources = sources
         self._versions = _versions(sources)
         self._eps = eps
-        mean, variance, weight, bias, own_bias = (None if each is None else each.double().flatten() for each in sources)
+        mean, variance, weight, bias, *factors, own_bias = (
+            None if each is None else each.double().flatten() for each in sources
+        )
         scale = weight
         if variance is not None:
             scale = torch.rsqrt(variance + eps) if weight is None else weight * torch.rsqrt(variance + eps)
@@ -39,6 +43,9 @@ class _Folded:
         shift = bias if own_bias is None else own_bias * scale
         if own_bias is not None and bias is not None:
             shift = own_bias * scale + bias
+        for factor in factors:
+            scale = scale if factor is None else scale * factor
+            shift = shift if factor is None or shift is None else shift * factor
         self.scale = scale.float()
         self.shift = None if shift is None else shift.float()
 
@@ -73,9 +80,7 @@ def forget_folded(module: nn.Module) -> None:
 def folded(
     module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...] | None, eps: float
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Factor and addend for the sums of a layer, whose own bias is in the addend, which is that bias without a norm.
-
-    `norm`: a BatchNorm's running mean, variance, weight and bias; of a layer scale, the weight alone."""
+    """Factor and addend for the sums of a layer, whose own bias is in the addend, which is that bias without a norm."""
     if norm is None:
         return None, own_bias
     sources = (*norm, own_bias)
@@ -95,6 +100,16 @@ def fold_seen(
     sources = tuple(seen.stored(each) for each in norm)
     scale, shift = folded(module, seen.tensor(module, "bias"), sources, eps)
     return seen.own(scale), seen.own(shift)
+
+
+def of_images(norm: tuple[Tensor | None, ...] | None, dims: int) -> tuple[Tensor | None, ...] | None:
+    """For torch, with a layer scale that is multiplied with images as it is."""
+    if norm is None:
+        return None
+    place = 2 if norm[0] is None else 4
+    return tuple(
+        each.reshape(-1, *(1,) * dims) if at == place and each is not None else each for at, each in enumerate(norm)
+    )
 
 
 def norm_of(node: Node) -> dict[str, Any] | None:

@@ -70,13 +70,20 @@ class ConvLayerScale(Pattern):
         for node in calls(graph, *MULTIPLY):
             for source, factor in orders(node, MULTIPLY):
                 vector = _channel_vector(factor, node)
-                plain = is_open(source, conv) and not source.kwargs.keys() & {"norm", "other"}
-                if vector is None or not plain or only_user(source) is not node or shape_of(source) != shape_of(node):
+                plain = is_open(source, conv) and "other" not in source.kwargs and shape_of(source) == shape_of(node)
+                norm = _scaled_norm(source.kwargs.get("norm"), vector) if plain else None
+                if vector is None or norm is None or only_user(source) is not node:
                     continue
                 forget_folded(source.args[0].meta[EXAMPLE])
-                scaled = {"norm": (None, None, vector, None), "out_dtype": dtype_of(node)}
-                replace(graph, node, conv, source.args, source.kwargs | scaled)
+                replace(graph, node, conv, source.args, source.kwargs | {"norm": norm, "out_dtype": dtype_of(node)})
                 break
+
+
+def _scaled_norm(norm: Any, vector: Any) -> tuple[Any, ...] | None:
+    """As `folded_norm.py` has it; None: there is a layer scale already."""
+    if norm is None:
+        return (None, None, vector, None)
+    return (*norm, vector) if norm[0] is not None and len(norm) == 4 else None
 
 
 def _channel_vector(factor: Any, image: Node) -> Any:

@@ -30,6 +30,7 @@ from xopt.modules.pattern import (
     allow_copies,
     argument,
     calls,
+    described,
     dtype_of,
     only_user,
     operands,
@@ -72,6 +73,26 @@ class FindMatmul(Pattern):
                 _put(graph, node, einsum, (equation, *factors), {})
 
 
+class CastFactors(Pattern):
+    """What a product rounds its factors to under autocast, as steps that others may take along. Its sum with what is in
+    another dtype is in the wider one."""
+
+    stage: ClassVar[int] = 4  # before casts are
+    switch: ClassVar[str] = _SWITCH
+
+    @classmethod
+    def rewrite(cls, graph: Graph) -> None:
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        for node in calls(graph, matmul):
+            for factor in node.args[:2]:
+                if autocast is not None and _are_floating(factor) and dtype_of(factor) != autocast:
+                    with graph.inserting_before(node):
+                        cast = described(graph.call_method("to", (factor, autocast)))
+                    node.replace_input_with(factor, cast)
+            if len(node.args) > 2 and dtype_of(node) != dtype_of(node.args[0]):
+                node.kwargs = {**node.kwargs, "out_dtype": dtype_of(node)}
+
+
 def _are_floating(*nodes: Any) -> bool:
     return all(dtype_of(node) in FLOATING for node in nodes)
 
@@ -110,8 +131,15 @@ def _factor_of(product: Any) -> float | None:
 
 
 @step("matmul")
-def matmul(left: Tensor, right: Tensor, other: Tensor | None = None, *, alpha: float = 1.0) -> Tensor:
-    """alpha * left right + other."""
+def matmul(
+    left: Tensor,
+    right: Tensor,
+    other: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """alpha * left right + other. `out_dtype`: that of the sum, where it is not the product's."""
     if type(left) is PackedParameter:
         product = weight_times(left, right)
         return _finished(torch.matmul(left, right) if product is NotImplemented else product, other, alpha)
@@ -177,18 +205,26 @@ def _product_shape(left: Shape, right: Shape, other: Shape | None = None) -> Sha
 
 
 def _is_link(node: Node) -> bool:
-    """Whether the kernel takes such tensors, which all have one dtype."""
+    """Whether the kernel takes such tensors, whose factors have one dtype, and another one at most the sum."""
     made: Any = node.meta[EXAMPLE]
     factors: Any = node.args[:2]
     if any(each.op == "get_attr" for each in factors) or made.device != "cpu":
         return False
-    alike = all(dtype_of(each) == made.dtype for each in node.args)
-    return alike and _product_shape(*(tuple(shape_of(each)) for each in node.args)) == tuple(made.shape)
+    dtype = dtype_of(factors[0])
+    alike = dtype == dtype_of(factors[1]) and node.kwargs.get("out_dtype", dtype) == made.dtype
+    added = all(dtype_of(each) in (dtype, made.dtype) for each in node.args[2:])
+    return alike and added and _product_shape(*(tuple(shape_of(each)) for each in node.args)) == tuple(made.shape)
 
 
 @chainable(matmul, where=_is_link, is_row_major=always)
 def _matmul_call(
-    seen: Seen, left: Value, right: Value, other: Value | Stored | None = None, *, alpha: float = 1.0
+    seen: Seen,
+    left: Value,
+    right: Value,
+    other: Value | Stored | None = None,
+    *,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype | None = None,
 ) -> Call | None:
     added = None if other is None else seen.value(other)
     if added is None and other is not None:
@@ -201,7 +237,7 @@ def _matmul_call(
     def fits(*shapes: Shape) -> bool:
         return _product_shape(*shapes) is not None
 
-    return Call("matmul", (left, right, added, alpha, None), left, shape, others=others, fits=fits)
+    return Call("matmul", (left, right, added, alpha, out_dtype), left, shape, others=others, fits=fits)
 
 
 # ---- einsum ----------------------------------------------------------------------------------------------------------

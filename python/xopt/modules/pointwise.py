@@ -273,11 +273,12 @@ def _is_worth_it(last: Node, members: _Members) -> bool:
 
 def _is_beside_link(last: Node, members: _Members) -> bool:
     """Whether all that it is computed from, or all that comes of it, is a chain's, be it through views."""
-    before = [node for node in _inputs_of(last, members) if node.op != "get_attr"]
-    return all(map(_comes_of_link, before)) or all(map(_leads_to_link, last.users))
+    return all(map(_comes_of_link, _inputs_of(last, members))) or all(map(_leads_to_link, last.users))
 
 
 def _comes_of_link(node: Any) -> bool:
+    if node.op == "get_attr":
+        return True
     return _comes_of_link(node.args[0]) if _is_chains_view(node) else _computes(node)
 
 

@@ -79,7 +79,8 @@ def label(name: str) -> Callable[[dict[str, Any]], str]:
         if kwargs.get("activation_last"):
             after.reverse()
         norm = kwargs.get("norm")
-        fused = [] if norm is None else ["layer_scale" if norm[0] is None else "batch_norm"]
+        fused = [] if norm is None or norm[0] is None else ["batch_norm"]
+        fused += [] if norm is None or (norm[0] is not None and len(norm) == 4) else ["layer_scale"]
         fused += [each for each in after if each != "none"]
         return "+".join([name, *fused]) if fused else ""
 
@@ -99,14 +100,15 @@ def finished(
     activation_last: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """What follows a product, by torch: a BatchNorm's running mean, variance, weight and bias (of a layer scale
-    the weight alone), then what a kernel's epilogue has."""
+    """What follows a product, by torch: a norm as `folded_norm.py` has it, then what a kernel's epilogue has."""
     if norm is not None:
-        mean, variance, weight, bias = norm
+        mean, variance, weight, bias, *factors = norm
         if mean is not None:
             result = functional.batch_norm(result, mean, variance, weight, bias, eps=eps)
-        elif weight is not None:
-            result = result * weight
+        else:
+            factors = [weight]
+        for factor in factors:
+            result = result if factor is None else result * factor
     if other is not None and activation_last:
         result = BINARY[binary](result, other)
     result = ACTIVATIONS[activation](result, alpha, beta)
