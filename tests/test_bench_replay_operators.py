@@ -120,6 +120,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         torch.randn(5, 64), torch.randn(64), torch.randn(64), residual=torch.randn(5, 64)
     ),
     "rms_norm": lambda: ops.rms_norm(torch.randn(5, 64), torch.randn(64)),
+    "unit_norm": lambda: ops.unit_norm(torch.randn(5, 64)),
     "linear": lambda: linear("linear"),
     "linear_gated": linear_gated,
     "linear_norm": lambda: linear("linear_norm"),

@@ -49,6 +49,10 @@ def _rms_norm(named: Named) -> Tensor:
     return F.rms_norm(values, values.shape[-1:], weight, named.get("eps", 1e-6))
 
 
+def _unit_norm(named: Named) -> Tensor:
+    return F.normalize(named["input"], dim=-1, eps=named.get("eps", 1e-12))
+
+
 def _group_norm(named: Named) -> Tensor:
     values = named["input"]
     weight, bias = (_like(named.get(name), values) for name in ("weight", "bias"))
@@ -164,6 +168,7 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "softmax": _softmax,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
+    "unit_norm": _unit_norm,
     "group_norm": _group_norm,
     "pool": _pool,
     "adaptive_pool": _adaptive_pool,
