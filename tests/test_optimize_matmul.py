@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import xopt
+from tests.test_chain_programs import watch_chains
 
 WIDTH = 64
 
@@ -320,3 +321,41 @@ def test_einsums_that_are_no_products_stay() -> None:
     for equation in ("bij,bij->b", "bii,bij->bj", "i,j->ij", "...ij,jk->...ik", "bij,bjd", "bij,bjd->bd", "bij->bji"):
         dims = (len(each.replace("...", "ab")) for each in (*equation.partition("->")[0].split(","), "")[:2])
         assert _plan(equation, *dims) is None, equation
+
+
+class Scores(nn.Module):
+    """A product with a bias that stays in fp32, and another with what comes of it."""
+
+    def __init__(self, in_fp32: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.in_fp32 = nn.Linear(16, 24), nn.Linear(24, 8), in_fp32
+        self.bias = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.in_fp32:
+            with torch.autocast("cpu", enabled=False):
+                y = (y.float() @ y.float().mT).relu() @ y.float()
+            return self.last(y)  # type: ignore[no-any-return]
+        return self.last((y @ y.mT + self.bias.to(y.dtype)).relu() @ y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+@torch.no_grad()
+def test_products_of_two_dtypes_are_links(in_fp32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forward computes in fp32, with autocast off, is computed so."""
+    source = Scores(in_fp32).eval()
+    optimized = xopt.optimize(copy.deepcopy(source), dtype=torch.bfloat16)
+    texts: list[str] = []
+    watch_chains(monkeypatch, texts.append)
+    for batch in (64, 32, 48):
+        x = torch.randn(batch, 6, 16)
+        exact = copy.deepcopy(source).double()
+        exact.in_fp32 = False
+        exact.bias.mul_(0.0 if in_fp32 else 1.0)
+        expected = exact(x.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            theirs = float((source(x) - expected).norm() / expected.norm())
+        assert float((optimized(x) - expected).norm() / expected.norm()) <= 1.1 * theirs
+    assert [text.count("\nmatmul ") for text in texts] == [2, 2, 2]

@@ -82,15 +82,27 @@ class CastFactors(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         for node in calls(graph, matmul):
-            for factor in node.args[:2]:
-                if autocast is not None and _are_floating(factor) and dtype_of(factor) != autocast:
+            left, right, *added = node.args
+            rounded = _rounded_by_autocast(node, left, right, added)
+            for factor in (left, right) if rounded is not None else ():
+                if dtype_of(factor) != rounded:
                     with graph.inserting_before(node):
-                        cast = described(graph.call_method("to", (factor, autocast)))
+                        cast = described(graph.call_method("to", (factor, rounded)))
                     node.replace_input_with(factor, cast)
-            if len(node.args) > 2 and dtype_of(node) != dtype_of(node.args[0]):
+            if added and dtype_of(node) != dtype_of(node.args[0]):
                 node.kwargs = {**node.kwargs, "out_dtype": dtype_of(node)}
+
+
+def _rounded_by_autocast(node: Node, left: Any, right: Any, added: list[Any]) -> torch.dtype | None:
+    """To what it rounded factors of another dtype in the recorded call. It may have been off for a part of a forward,
+    whose factors in fp32 then stay what they are."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    if dtype is None or not _are_floating(left, right):
+        return None
+    if added:
+        return dtype if dtype in (dtype_of(left), dtype_of(right)) else None
+    return dtype if dtype_of(node) == dtype else None
 
 
 def _are_floating(*nodes: Any) -> bool:
