@@ -58,12 +58,22 @@ def grown(x: Tensor) -> Tensor:
     return x[:, : length // 2]
 
 
+def added_up(x: Tensor) -> Tensor:
+    """As long a sum as a number in a chain can be."""
+    return x[:, : sum([x.shape[1]] * 14) // 14]
+
+
+def by_a_half(x: Tensor) -> Tensor:
+    """Sizes are integers."""
+    return x[:, : int(x.shape[1] * 0.5)]
+
+
 def of_all(x: Tensor) -> Tensor:
     """So many elements are few."""
     return x if x.numel() * 2 < 2**31 else x[:1]
 
 
-ARITHMETIC = {each.__name__: each for each in (in_groups, from_the_middle, negative, grown, of_all)}
+ARITHMETIC = {each.__name__: each for each in (in_groups, from_the_middle, negative, grown, added_up, of_all)}
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
@@ -90,7 +100,7 @@ def halved(x: Tensor) -> Tensor:
     return x if x.shape[1] ** 0.5 > 3 else x * 2.0
 
 
-BRANCHES = {each.__name__: each for each in (padded, halved)}
+BRANCHES = {each.__name__: each for each in (padded, halved, by_a_half)}
 
 
 @pytest.mark.parametrize("name", BRANCHES)

@@ -68,11 +68,13 @@ class Fitting:
 
     def holds(self, shapes: tuple[torch.Size, ...]) -> bool:
         """Raises OtherSizes where those are not as expected."""
-        if shapes not in self._known:
+        try:
+            known = self._known[shapes]
+        except KeyError:
+            known = self._look(shapes)
             if len(self._known) >= _MOST_SHAPES:
                 self._known.clear()
-            self._known[shapes] = self._look(shapes)
-        known = self._known[shapes]
+            self._known[shapes] = known
         if known is None:
             raise OtherSizes
         return known

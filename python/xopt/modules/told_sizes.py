@@ -41,30 +41,30 @@ def is_negative(node: Any) -> bool:
 
 def is_told_size(node: Any) -> bool:
     """A size, or an integer that is made of sizes: what an operator in a chain takes."""
-    return isinstance(node, Node) and _count_terms(node, _MOST_TERMS, _OF_INTEGERS) <= _MOST_TERMS
+    return isinstance(node, Node) and _count_terms(node, _MOST_TERMS, _OF_INTEGERS, (int,)) <= _MOST_TERMS
 
 
 def is_told_number(node: Any) -> bool:
     """The same of any number: what a chain can look at."""
-    return isinstance(node, Node) and _count_terms(node, _MOST_TERMS, SIGNS) <= _MOST_TERMS
+    return isinstance(node, Node) and _count_terms(node, _MOST_TERMS, SIGNS, (int, float)) <= _MOST_TERMS
 
 
-def _count_terms(node: Any, most: int, signs: Container[str]) -> int:
-    """How many numbers and sizes a number is made of. More than `most`: there are too many, or something else is among
-    them. What a forward computes of one size layer after layer would have twice as many with each."""
+def _count_terms(node: Any, most: int, signs: Container[str], numbers: tuple[type, ...]) -> int:
+    """How many numbers, sizes and signs a number is made of. More than `most`: there are too many, or something else is
+    among them. What a forward computes of one size layer after layer would have twice as many with each."""
     if most < 1:
         return most + 1
-    if type(node) in (int, float) or is_size(node):
+    if type(node) in numbers or is_size(node):
         return 1
     if is_number_of_elements(node):
-        return max(1, len(shape_of(node.args[0])))
+        return max(1, 2 * len(shape_of(node.args[0])) - 1)
     if is_negative(node):
-        return 1 + _count_terms(node.args[0], most - 1, signs)
+        return 2 + _count_terms(node.args[0], most - 2, signs, numbers)
     if sign_of(node) not in signs:
         return most + 1
     left, right = node.args
-    count = _count_terms(left, most, signs)
-    return count + _count_terms(right, most - count, signs)
+    count = 1 + _count_terms(left, most - 1, signs, numbers)
+    return count + _count_terms(right, most - count, signs, numbers)
 
 
 def sign_of(node: Any) -> str | None:
