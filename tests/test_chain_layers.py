@@ -568,3 +568,15 @@ def test_a_part_of_a_mask_is_read_anew_in_each_run() -> None:
         (result,) = torch.ops.xopt.chain([*tensors, mask], text)
         assert torch.equal(result, torch.ops.xopt.attention(*tensors, mask))
         del mask
+
+
+@torch.no_grad()
+def test_a_mask_of_more_dimensions_is_torchs_error() -> None:
+    """It is not taken for one of windows, which the operator knows."""
+    source = Attention().eval()
+    optimized = xopt.optimize(copy.deepcopy(source))
+    x = torch.randn(2, 5, SIZE)
+    torch.testing.assert_close(optimized(x, None), source(x, None), rtol=1e-4, atol=1e-5)
+    for model in (source, optimized, optimized):
+        with pytest.raises(RuntimeError):
+            model(x, torch.randn(1, 2, HEADS, 5, 5))

@@ -60,7 +60,7 @@ def grown(x: Tensor) -> Tensor:
 
 def added_up(x: Tensor) -> Tensor:
     """As long a sum as a number in a chain can be."""
-    return x[:, : sum([x.shape[1]] * 14) // 14]
+    return x[:, : sum([x.shape[1]] * 30) // 30]
 
 
 def by_a_half(x: Tensor) -> Tensor:

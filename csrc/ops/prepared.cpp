@@ -14,7 +14,7 @@ namespace xopt::ops {
 namespace {
 
 constexpr const char* kOp = "chain";
-constexpr size_t kMostTerms = 32;    // of a computed integer
+constexpr size_t kMostTerms = 128;   // of a computed integer: twice as many as a forward may have
 constexpr size_t kMostTexts = 1024;  // that are kept: far more than models have chains
 
 // By their names, calls without arguments.

@@ -56,8 +56,7 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
         return False
     if wants_gradient(query, key, value, mask):
         return False
-    fits = mask is None or mask.ndim <= 4 or (mask.ndim == 5 and mask.shape[0] == 1)
-    return fits and (mask is None or mask.dtype == torch.bool or mask.dtype in FLOATING)
+    return mask is None or (mask.ndim <= 4 and (mask.dtype == torch.bool or mask.dtype in FLOATING))
 
 
 def attend(
@@ -75,10 +74,12 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, gqa: bool
 ) -> Tensor:
     """`mask`: also one of windows, [images or 1, windows, heads, queries, keys], which a batch is full of."""
-    if mask is not None and mask.ndim == 5 and mask.shape[0] != 1:
-        mask = mask.flatten(0, 1)
-    if not can_attend(query, key, value, mask) or not _heads_fit(query.shape, key.shape, gqa):
-        if mask is not None and mask.ndim == 5:
+    of_windows = mask is not None and mask.ndim == 5
+    if mask is not None and of_windows and mask.shape[0] != 1:
+        mask, of_windows = mask.flatten(0, 1), False
+    of_one_image = mask[0] if mask is not None and of_windows else mask
+    if not can_attend(query, key, value, of_one_image) or not _heads_fit(query.shape, key.shape, gqa):
+        if mask is not None and of_windows:
             mask = mask.expand(query.shape[0] // mask.shape[1], *mask.shape[1:]).flatten(0, 1)
         return functional.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
@@ -302,6 +303,8 @@ class FindAttention(Pattern):
             tensors = (query, key, value)
             dims = {len(shape_of(tensor)) for tensor in tensors}
             if dropout or dtype_of(query) not in FLOATING or len(dims) > 1 or min(dims) < 3 or (gqa and dims != {4}):
+                continue
+            if len(shape_of(mask)) > min(dims):  # the result has as many dimensions as such a mask
                 continue
             allow_copies(node)
             with graph.inserting_before(node):

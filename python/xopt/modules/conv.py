@@ -301,7 +301,7 @@ def _conv_call(
         any_layout=weight_is_channels_last(module) or None,
         alike=other,
         others=others,
-        fits=fits if pad else None,
+        fits=fits if others else None,
     )
 
 
@@ -310,5 +310,5 @@ def _with_pad(amounts: tuple[int, ...], pad: tuple[Number, ...]) -> tuple[Number
     together: list[Number] = list(amounts)
     for place, amount in enumerate(pad):
         at = _place_of_pad(place, len(amounts))
-        together[at] = amount if amounts[at] == 0 else Computed("+", amounts[at], amount)
+        together[at] = amounts[at] + amount if isinstance(amount, int) else Computed("+", amounts[at], amount)
     return tuple(together)

@@ -23,7 +23,7 @@ _SIGN_OF: dict[Any, str] = {
 }
 _OF_INTEGERS = ("+", "-", "*", "//", "%")
 _COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
-_MOST_TERMS = 32  # csrc/ops/prepared.cpp knows as many
+_MOST_TERMS = 64  # csrc/ops/prepared.cpp knows twice as many: links add some
 
 
 def is_size(node: Any) -> bool:
