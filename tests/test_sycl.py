@@ -191,10 +191,18 @@ def unet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 MODELS = {
     unet: {"gemm", "conv", "group_norm", "pool", "upsample"},
     bert: {"gemm", "pointwise", "attention", "norm"},  # of embeddings
-    vit: {"gemm", "conv", "concat", "combine", "attention", "norm"},  # patches of an image are a convolution
-    llama: {"gemm", "concat", "attention", "norm", "rotary"},  # with a cache that it makes
-    resnet: {"gemm", "conv", "pool"},
-    mobilenet: {"gemm", "conv", "conv_depthwise", "pool"},
+    vit: {
+        "gemm",
+        "pointwise",
+        "conv",
+        "concat",
+        "combine",
+        "attention",
+        "norm",
+    },  # patches of an image are a convolution
+    llama: {"gemm", "pointwise", "concat", "attention", "norm", "rotary"},  # with a cache that it makes
+    resnet: {"gemm", "pointwise", "conv", "pool"},
+    mobilenet: {"gemm", "pointwise", "conv", "conv_depthwise", "pool"},
 }
 
 

@@ -129,6 +129,7 @@ STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(xopt, XPU, library) {
   library.impl("layer_norm", &on_xpu<boxed<layer_norm>>);
   library.impl("rms_norm", &on_xpu<boxed<rms_norm>>);
+  library.impl("unit_norm", &on_xpu<boxed<unit_norm>>);
 }
 
 }  // namespace xopt::ops

@@ -8,6 +8,7 @@ import torch
 
 from tests.contracts.operands import FLOATS, BadArgument, Call, K, X, ops, random
 
+ON_XPU = True
 SCHEMAS = {
     "unit_norm": "unit_norm(Tensor input, *, float eps=9.9999999999999998e-13, ScalarType? out_dtype=None) -> Tensor"
 }

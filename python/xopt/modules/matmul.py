@@ -32,6 +32,7 @@ from xopt.modules.pattern import (
     calls,
     described,
     dtype_of,
+    is_on_cpu,
     only_user,
     operands,
     orders,
@@ -220,7 +221,7 @@ def _is_link(node: Node) -> bool:
     """Whether the kernel takes such tensors, whose factors have one dtype, and another one at most the sum."""
     made: Any = node.meta[EXAMPLE]
     factors: Any = node.args[:2]
-    if any(each.op == "get_attr" for each in factors) or made.device != "cpu":
+    if any(each.op == "get_attr" for each in factors) or not is_on_cpu(node):
         return False
     dtype = dtype_of(factors[0])
     alike = dtype == dtype_of(factors[1]) and node.kwargs.get("out_dtype", dtype) == made.dtype

@@ -96,6 +96,12 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return described.dtype if isinstance(described, Described) else None
 
 
+def is_on_cpu(node: Any) -> bool:
+    """Whether a recorded tensor was there, which the kind of a call tells of all."""
+    known = node.meta.get(EXAMPLE)
+    return isinstance(known, Described) and known.device == "cpu"
+
+
 def shape_of(node: Any) -> tuple[int, ...]:
     """The sizes of the recorded call. Those that come from weights are the same in all calls; the others are not."""
     described = node.meta.get(EXAMPLE) if isinstance(node, Node) else None

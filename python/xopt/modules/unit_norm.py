@@ -10,6 +10,7 @@ from torch.fx import Graph
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
+from xopt.modules.base import has_kernels
 from xopt.modules.chain import Call, Seen, Value, always, chainable
 from xopt.modules.gradients import wants_gradient
 from xopt.modules.pattern import Pattern, argument, calls, dtype_of, replace, shape_of, step
@@ -39,7 +40,7 @@ class FindUnitNorm(Pattern):
 
 @step("unit_norm", writes_any_dtype=True)
 def unit_norm(input: Tensor, *, eps: float, out_dtype: torch.dtype) -> Tensor:
-    if not input.is_cpu or wants_gradient(input):
+    if not has_kernels(input.device) or wants_gradient(input):
         return functional.normalize(input, dim=-1, eps=eps).to(out_dtype)
     return _unit_norm(input, eps=eps, out_dtype=out_dtype)  # type: ignore[no-any-return]
 

@@ -24,6 +24,7 @@ from xopt.modules.pattern import (
     calls,
     dtype_of,
     is_call,
+    is_on_cpu,
     leaves,
     permutation,
     put_in_place,
@@ -248,7 +249,7 @@ def _pads_with_a_constant(node: Node) -> bool:
     known = isinstance(amounts, (tuple, list)) and 0 < len(amounts) <= _MOST_DIMS and len(amounts) % 2 == 0
     numbers = known and all(type(each) is int or is_told_size(each) for each in amounts)
     constant = argument(node, 2, "mode", "constant") == "constant" and type(value) in (int, float, type(None))
-    return numbers and constant and dtype_of(node) in FLOATING and not leaves(node)
+    return numbers and constant and dtype_of(node) in FLOATING and is_on_cpu(node) and not leaves(node)
 
 
 @_view(functional.pad, where=_pads_with_a_constant, channels_last=lambda node: None)

@@ -26,6 +26,7 @@ from xopt.modules.pattern import (
     calls,
     dtype_of,
     is_call,
+    is_on_cpu,
     only_reader,
     permutation,
     replace,
@@ -208,10 +209,10 @@ def window_partition(
 
 
 def _is_told(node: Node) -> bool:
-    """Whether all that it takes beside the tensor is numbers and sizes, or left out."""
+    """Whether there is a kernel, and all that it takes beside the tensor is numbers and sizes, or left out."""
     given = [*node.args[1:], *node.kwargs.values()]
     numbers = [each for one in given for each in (one if isinstance(one, (tuple, list)) else (one,))]
-    return all(each is None or type(each) in (int, bool) or is_told_size(each) for each in numbers)
+    return is_on_cpu(node) and all(each is None or type(each) in (int, bool) or is_told_size(each) for each in numbers)
 
 
 @chainable(window_partition, where=_is_told, is_row_major=always)
