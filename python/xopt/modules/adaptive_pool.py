@@ -110,8 +110,8 @@ class FindAdaptivePools(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, torch.mean, "mean"):
-            dims, over_rows = _spatial_dims_of_mean(node)
-            if dims is not None and not over_rows:
+            dims = _dims_of_mean(node, of_rows=False)
+            if dims is not None:
                 _pool_in_place_of_mean(graph, node, dims, mean_of_pixels)
         for kind, functions in (("max", _MAX), ("average", _AVERAGE)):
             for dims, function in enumerate(functions, 1):
@@ -133,27 +133,25 @@ class FindMeansOfRows(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, torch.mean, "mean"):
-            dims, over_rows = _spatial_dims_of_mean(node)
-            if dims is not None and over_rows and are_rows(argument(node, 0, "input")):
+            dims = _dims_of_mean(node, of_rows=True)
+            if dims is not None and are_rows(argument(node, 0, "input")):
                 _pool_in_place_of_mean(graph, node, dims, mean_of_rows)
 
 
-def _spatial_dims_of_mean(node: Any) -> tuple[int | None, bool]:
-    """How many spatial dimensions a mean goes over, if that is all of those that an image has whose layout is known,
-    and whether its channels are behind them: then it is one of rows."""
+def _dims_of_mean(node: Any, of_rows: bool) -> int | None:
+    """How many spatial dimensions a mean goes over, if that is all that an image has, whose channels are before them
+    or, where it is of rows, behind them. Of a sequence's layout only that is known."""
     source = argument(node, 0, "input")
     over, keeps = argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
     all_dims = len(shape_of(source))
     over = (over,) if type(over) is int else over
-    if all_dims not in (3, 4, 5) or type(keeps) is not bool or not isinstance(over, (tuple, list)):
-        return None, False
+    if not (3 if of_rows else 4) <= all_dims <= 5 or type(keeps) is not bool or not isinstance(over, (tuple, list)):
+        return None
     if not all(type(dim) is int for dim in over) or node.kwargs.keys() - {"input", "dim", "keepdim"}:
-        return None, False
-    known = dtype_of(source) == dtype_of(node) in FLOATING
-    found = sorted(dim % all_dims for dim in over)
-    if known and found == [*range(2, all_dims)] and all_dims > 3:
-        return all_dims - 2, False
-    return (all_dims - 2 if known and found == [*range(1, all_dims - 1)] else None), True
+        return None
+    spatial = range(1, all_dims - 1) if of_rows else range(2, all_dims)
+    is_spatial = sorted(dim % all_dims for dim in over) == [*spatial]
+    return all_dims - 2 if is_spatial and dtype_of(source) == dtype_of(node) in FLOATING else None
 
 
 def _pool_in_place_of_mean(graph: Graph, node: Node, dims: int, mean: Any) -> None:

@@ -158,9 +158,10 @@ def put_attention(
         heads = _innermost_of_parts(tensors) if mask is None or len(shape_of(mask)) <= 2 else None
         if heads is None:
             return graph.call_function(attention_in_parts, (*tensors, mask), kwargs)
-        return _put_in_batches(
-            graph, tensors, heads, lambda tensors: put_attention(graph, tensors, mask, dtype, **kwargs)
-        )
+        order, lined_up, sizes = _in_batches(graph, tensors, heads)
+        attended = described(put_attention(graph, lined_up, mask, dtype, **kwargs))
+        attended = described(graph.call_method("reshape", (attended, (*sizes, -1))))
+        return graph.call_method("permute", (attended, tuple(map(order.index, range(dims)))))
     if dims == 3:
         tensors = [described(graph.call_method("unsqueeze", (tensor, 1))) for tensor in tensors]
         mask = mask if mask is None else described(graph.call_function(with_one_head, (mask,)))
@@ -180,17 +181,16 @@ def _innermost_of_parts(tensors: Sequence[Any]) -> int | None:
     return max(range(len(order) - 3), key=order[1:-2].__getitem__)
 
 
-def _put_in_batches(graph: Graph, tensors: Sequence[Any], heads: int, put: Callable[[Sequence[Any]], Node]) -> Node:
-    """As `attention_in_parts` sees them, in views."""
+def _in_batches(graph: Graph, tensors: Sequence[Any], heads: int) -> tuple[tuple[int, ...], list[Node], list[Node]]:
+    """As `attention_in_parts` sees them, in views: in which order their dimensions are, these views, and the sizes that
+    the query had in that order, but for the last."""
     dims = len(shape_of(tensors[0]))
     order = (*(dim for dim in range(dims - 2) if dim != heads), heads, dims - 2, dims - 1)
     query, *_ = lined_up = [described(graph.call_method("permute", (each, order))) for each in tensors]
     sizes = [graph.call_method("size", (query, dim)) for dim in range(dims - 1)]
     for size, example in zip(sizes, shape_of(query), strict=False):
         size.meta[EXAMPLE] = example
-    attended = put([described(graph.call_method("flatten", (each, 0, dims - 4))) for each in lined_up])
-    attended = described(graph.call_method("reshape", (described(attended), (*sizes, -1))))
-    return graph.call_method("permute", (attended, tuple(map(order.index, range(dims)))))
+    return order, [described(graph.call_method("flatten", (each, 0, dims - 4))) for each in lined_up], sizes
 
 
 attention_steps: dict[Any, str] = {scaled_dot_product_attention: "scale"}

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.modules import channels_last
-from xopt.modules.chain import ANY_DIMS, Call, Seen, Value, chainable
+from xopt.modules.chain import ANY_DIMS, Call, Seen, Value, always, chainable
 from xopt.modules.folded_norm import norm_of
 from xopt.modules.fused_linear import fuse_activations, fuse_binary
 from xopt.modules.pattern import Pattern, calls, dtype_of, replace, shape_of, step
@@ -51,7 +51,7 @@ def batch_norm(
     return _batch_norm(input, mean, variance, weight, bias, eps=eps, out_dtype=out_dtype, **options)  # type: ignore[no-any-return]
 
 
-@chainable(batch_norm, where=lambda node: True, takes_images=True)
+@chainable(batch_norm, where=always, takes_images=True)
 def _batch_norm_call(
     seen: Seen,
     input: Value,

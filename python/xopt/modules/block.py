@@ -26,10 +26,9 @@ from xopt.graph.record import ChangesItself, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.steps import OtherSizes
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbol, is_symbolic
+from xopt.modules import channels_last
 from xopt.modules.base import Replacement, derive, has_kernels
 from xopt.modules.chain_graph import chain_steps
-from xopt.modules.channels_last import is_entered
-from xopt.modules.channels_last import is_inside as is_inside_layout
 from xopt.modules.direct import is_direct
 from xopt.modules.flow import Flow
 from xopt.modules.gradients import is_transformed
@@ -155,7 +154,7 @@ class Programs:
                 raise CannotRecord("its inputs are on a device that there are no kernels for")
             recorder = record(as_derived(module), forward, args, kwargs)
             fused = apply_patterns(recorder, self.config)
-            chain_steps(recorder.graph, is_inside_layout())
+            chain_steps(recorder.graph, channels_last.is_inside())
             program = Program(module, recorder, is_direct(recorder.graph)) if fused else None
         except ChangesItself as problem:
             self.problem = str(problem)
@@ -210,7 +209,7 @@ def run(
         return active.recorder.call_with_weights(module, forward, args, kwargs)
     if is_transformed():
         return forward(module, *args, **kwargs)
-    if programs.layout is not None and not is_entered():
+    if programs.layout is not None and not channels_last.is_entered():
 
         def inside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return run(module, forward, args, kwargs, results)
@@ -219,7 +218,7 @@ def run(
     key, values = signature(args, kwargs)
     if programs.flow is not None and key[0] is key[1] is None and not is_inside():
         return programs.flow.enter(run, module, forward, args, kwargs)
-    key = (results, is_inside_layout(), key)
+    key = (results, channels_last.is_inside(), key)
     found = programs.find(module, forward, key, args, kwargs)
     if torch.is_grad_enabled() and _wants_gradient(module, values):
         return forward(module, *args, **kwargs)

@@ -180,6 +180,11 @@ class Seen:
         """Whatever a step has where an operator takes a tensor."""
         return self.operand(argument) if isinstance(argument, Stored) else argument
 
+    def values(self, arguments: Sequence[Value | Stored]) -> list[Value] | None:
+        """The same of several; None: one of them is none."""
+        values = [value for value in map(self.value, arguments) if value is not None]
+        return values if len(values) == len(arguments) else None
+
     def parameter(self, module: nn.Module, name: str) -> Given | None:
         """A parameter or buffer that the operator takes."""
         found = module._parameters[name] if name in module._parameters else module._buffers[name]

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from xopt.modules.activation import RELU, plain_activation
-from xopt.modules.chain import Call, Seen, Shape, chainable
+from xopt.modules.chain import Call, Seen, Shape, always, chainable
 from xopt.modules.pattern import (
     ADD,
     MULTIPLY,
@@ -140,5 +140,5 @@ def are_broadcast(*shapes: Shape) -> bool:
 chainable(*ADD, where=_combines, is_torchs=True)(_call_of("add", relu=False))
 chainable(*SUBTRACT, where=_combines, is_torchs=True)(_call_of("sub", relu=False))
 chainable(*MULTIPLY, where=_combines, is_torchs=True)(_call_of("mul", relu=False))
-chainable(combined, where=lambda node: True)(_call_of())
+chainable(combined, where=always)(_call_of())
 chainable(relu_of_sum, where=_combines, is_torchs=True)(_call_of("add", relu=True))

@@ -17,12 +17,12 @@ from xopt.modules.pattern import (
     Pattern,
     argument,
     calls,
-    described,
     dtype_of,
     is_call,
     only_reader,
     replace,
     shape_of,
+    take_rounded,
     writes_any_dtype,
 )
 from xopt.modules.views import unsqueezed
@@ -70,7 +70,7 @@ class WriteJoined(Pattern):
             for part in _parts(node):
                 dtypes = {dtype_of(part), dtype_of(node)}
                 if len(dtypes) == 2 and dtypes <= {*FLOATING} and not _is_written_so(part, node):
-                    _cast(graph, node, part)
+                    take_rounded(graph, node, part, dtype_of(node))
 
 
 def _is_written_so(part: Node, node: Node) -> bool:
@@ -85,13 +85,6 @@ def _is_written_so(part: Node, node: Node) -> bool:
     for each in way:
         each.meta[EXAMPLE] = each.meta[EXAMPLE]._replace(dtype=dtype_of(node))
     return True
-
-
-def _cast(graph: Graph, node: Node, part: Node) -> None:
-    """In a step of its own, which a chain may take along."""
-    with graph.inserting_before(node):
-        cast = described(graph.call_method("to", (part, dtype_of(node))))
-    node.replace_input_with(part, cast)
 
 
 def _is_read_once(node: Node) -> bool:
@@ -145,16 +138,14 @@ def _copied_call(seen: Seen, input: Value) -> Call:
 
 @chainable(*_CAT, where=_joins, is_torchs=True)
 def _concat_call(seen: Seen, tensors: tuple[Any, ...], dim: int = 0) -> Call | None:
-    values = [value for value in map(seen.value, tensors) if value is not None]
-    return _joined(seen, values, dim) if len(values) == len(tensors) else None
+    values = seen.values(tensors)
+    return None if values is None else _joined(seen, values, dim)
 
 
 @chainable(torch.stack, where=_stacks, is_torchs=True)
 def _stack_call(seen: Seen, tensors: tuple[Any, ...], dim: int = 0) -> Call | None:
-    values = [value for value in map(seen.value, tensors) if value is not None]
-    if len(values) < len(tensors):
-        return None
-    return _joined(seen, [seen.call(unsqueezed(value, dim)) for value in values], dim)
+    values = seen.values(tensors)
+    return None if values is None else _joined(seen, [seen.call(unsqueezed(value, dim)) for value in values], dim)
 
 
 def _joined(seen: Seen, values: list[Value], dim: int) -> Call:

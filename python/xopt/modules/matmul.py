@@ -30,7 +30,6 @@ from xopt.modules.pattern import (
     allow_copies,
     argument,
     calls,
-    described,
     dtype_of,
     is_on_cpu,
     only_user,
@@ -39,6 +38,7 @@ from xopt.modules.pattern import (
     replace,
     shape_of,
     step,
+    take_rounded,
 )
 from xopt.modules.product import is_for_torch
 from xopt.modules.product_by_weight import einsum_of, product_of
@@ -88,9 +88,7 @@ class CastFactors(Pattern):
             rounded = _rounded_by_autocast(node, left, right, added)
             for factor in (left, right) if rounded is not None else ():
                 if dtype_of(factor) != rounded:
-                    with graph.inserting_before(node):
-                        cast = described(graph.call_method("to", (factor, rounded)))
-                    node.replace_input_with(factor, cast)
+                    take_rounded(graph, node, factor, rounded)
             if added and dtype_of(node) != dtype_of(node.args[0]):
                 node.kwargs = {**node.kwargs, "out_dtype": dtype_of(node)}
 

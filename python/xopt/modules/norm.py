@@ -95,14 +95,14 @@ def add_rms_norm(
     return _rms_norm(input, weight, eps=eps, residual=residual, **options)  # type: ignore[no-any-return]
 
 
-@chainable(layer_norm, where=lambda node: True, is_row_major=always)
+@chainable(layer_norm, where=always, is_row_major=always)
 def _layer_norm_call(
     seen: Seen, input: Value, weight: Value | None, bias: Value | None, *, eps: float, out_dtype: torch.dtype
 ) -> Call:
     return _add_layer_norm_call(seen, input, None, weight, bias, eps=eps, out_dtype=out_dtype, return_sum=False)
 
 
-@chainable(add_layer_norm, where=lambda node: True, has_parts=True, is_row_major=always)
+@chainable(add_layer_norm, where=always, has_parts=True, is_row_major=always)
 def _add_layer_norm_call(
     seen: Seen,
     input: Value,
@@ -118,7 +118,7 @@ def _add_layer_norm_call(
     return Call("layer_norm", arguments, input, lambda rows: rows, alike=residual)
 
 
-@chainable(rms_norm, where=lambda node: True, is_row_major=always)
+@chainable(rms_norm, where=always, is_row_major=always)
 def _rms_norm_call(
     seen: Seen, input: Value, weight: Value | None, *, eps: float, weight_offset: float = 0.0, out_dtype: torch.dtype
 ) -> Call:
@@ -126,7 +126,7 @@ def _rms_norm_call(
     return _add_rms_norm_call(seen, input, None, weight, **options, return_sum=False)
 
 
-@chainable(add_rms_norm, where=lambda node: True, has_parts=True, is_row_major=always)
+@chainable(add_rms_norm, where=always, has_parts=True, is_row_major=always)
 def _add_rms_norm_call(
     seen: Seen,
     input: Value,

@@ -96,6 +96,13 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return described.dtype if isinstance(described, Described) else None
 
 
+def take_rounded(graph: Graph, node: Node, source: Node, dtype: torch.dtype | None) -> None:
+    """Has a step take what it casts anyway in that dtype, by a step of its own, which a chain may take along."""
+    with graph.inserting_before(node):
+        cast = described(graph.call_method("to", (source, dtype)))
+    node.replace_input_with(source, cast)
+
+
 def is_on_cpu(node: Any) -> bool:
     """Whether a recorded tensor was there, which the kind of a call tells of all."""
     known = node.meta.get(EXAMPLE)

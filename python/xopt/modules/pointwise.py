@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from xopt.modules.activation import ACTIVATIONS, plain_activation
 from xopt.modules.cast import write_rounded
-from xopt.modules.chain import Call, Seen, Value, chainable
+from xopt.modules.chain import Call, Seen, Value, always, chainable
 from xopt.modules.chain_graph import is_part, kind_of
 from xopt.modules.combine import are_broadcast, broadcast, combined, relu_of_sum
 from xopt.modules.fixed_dtype import names_a_dtype
@@ -121,14 +121,13 @@ def pointwise(inputs: tuple[Tensor, ...], *, steps: str, out_dtype: torch.dtype)
     return computed(inputs, steps).to(out_dtype)  # with torch's error, where shapes do not go together
 
 
-@chainable(pointwise, where=lambda node: True, is_torchs=True)
+@chainable(pointwise, where=always, is_torchs=True)
 def _pointwise_call(seen: Seen, inputs: tuple[Any, ...], *, steps: str, out_dtype: torch.dtype) -> Call | None:
-    values = [value for value in map(seen.value, inputs) if value is not None]
-    if len(values) < len(inputs):
+    values = seen.values(inputs)
+    if values is None:
         return None
-    others = tuple(values[1:])
     arguments = (tuple(values), steps, out_dtype)
-    return Call("pointwise", arguments, values[0], broadcast, others=others, fits=are_broadcast)
+    return Call("pointwise", arguments, values[0], broadcast, others=tuple(values[1:]), fits=are_broadcast)
 
 
 def _is_plain_cast(node: Node) -> bool:

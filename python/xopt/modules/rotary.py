@@ -21,7 +21,7 @@ from xopt import ops  # noqa: F401 - loads them
 from xopt.graph.late import EFFECT
 from xopt.graph.record import EXAMPLE
 from xopt.graph.steps import expect
-from xopt.modules.chain import Call, Seen, Shape, Value, chainable
+from xopt.modules.chain import Call, Seen, Shape, Value, always, chainable
 from xopt.modules.pattern import (
     ADD,
     MULTIPLY,
@@ -57,7 +57,7 @@ def rotary(
     return query.transpose(1, 2), key.transpose(1, 2)
 
 
-@chainable(rotary, where=lambda node: True, has_parts=True)
+@chainable(rotary, where=always, has_parts=True)
 def _rotary_calls(
     seen: Seen, query: Value, key: Value, cos: Value, sin: Value, *, heads: int, interleaved: bool
 ) -> Call | list[Call]:
