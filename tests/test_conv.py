@@ -26,6 +26,9 @@ class ConvCase(ImageCase):
     padding: str = "0x0x0x0"  # before and after, for each dimension
 
 
+GROUP_WIDTHS = (1, 2, 3, 4, 5, 8, 12, 16)
+
+
 def output_size(case: ConvCase) -> list[int]:
     padding = numbers(case.padding)
     each = zip(*(numbers(text) for text in (case.size, case.kernel, case.stride, case.dilation)), strict=True)
@@ -45,8 +48,10 @@ def sample_geometry(rng: random.Random) -> dict[str, Any]:
         least = dilation[i] * (kernel[i] - 1) + 1 - padding[2 * i] - padding[2 * i + 1]
         size.append(max(1, least) + rng.choice((0, 0, 1, 3, 8, 20)))
     kind = rng.random()
-    groups = 1 if kind < 0.6 else rng.choice((2, 3, 4, 8, 17, 33))
-    channels, out_channels = (cases.pick_size(rng) if groups == 1 else rng.choice((1, 2, 3, 5, 16)) for _ in range(2))
+    groups = 1 if kind < 0.6 else rng.choice((2, 3, 4, 5, 8, 17, 33))
+    channels, out_channels = (cases.pick_size(rng) if groups == 1 else rng.choice(GROUP_WIDTHS) for _ in range(2))
+    if groups > 1 and rng.random() < 0.4:  # as most models have it
+        out_channels = channels * rng.choice((1, 1, 2))
     if kind > 0.8:  # depthwise
         groups, channels, out_channels = max(1, cases.pick_size(rng)), 1, 1
     return {

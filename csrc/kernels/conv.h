@@ -12,6 +12,9 @@
 // column's zero point, and padding is the input's: the sums of rows and columns then are right as they are, at borders
 // too.
 //
+// Narrow groups of floats, of which several fill a vector, are summed as depthwise ones are (tiles have no such lanes):
+// "conv" hands them to "conv_depthwise" (kernels/narrow_sums.h).
+//
 // Depthwise: a group for each channel. Its packed weight is the matrix [channels, positions], whose tiles hold 16
 // channels of a position side by side, as the sums over positions want them.
 #pragma once
@@ -28,7 +31,7 @@ struct ConvCall {
   PackedWeight weight;      // of all of them
   Epilogue epilogue;        // likewise
   Tuning tuning = {};
-  int64_t group_columns = 0;  // of groups in a product that have as many channels as outputs: how many; else 0
+  int64_t group_in = 0, group_out = 0;  // channels and outputs of each group; 0: all are one, or depthwise
 };
 
 using ConvFn = void(const ConvCall& call);

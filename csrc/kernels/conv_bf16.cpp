@@ -3,6 +3,7 @@
 #include "kernels/conv_image.h"
 #include "kernels/conv_lines.h"
 #include "kernels/float_blocks.h"
+#include "kernels/narrow_groups.h"
 
 namespace xopt::XOPT_ISA {
 namespace {
@@ -19,9 +20,9 @@ void conv_bf16(const ConvCall& call) {
   if (call.weight.k_tiles <= kShortTiles) return conv_with<TileBlock<TileBf16, kShortTiles>>(call);
   conv_with<Block>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
-  conv_from_image_or_patches<FmaBlock<WeightPairs>>(call);
+  if (!conv_narrow(call)) conv_from_image_or_patches<FmaBlock<WeightPairs>>(call);
 #elif XOPT_LEVEL >= XOPT_LEVEL_AVX2
-  conv_from_image_or_patches<FmaBlock<WeightBf16>>(call);
+  if (!conv_narrow(call)) conv_from_image_or_patches<FmaBlock<WeightBf16>>(call);
 #else
   conv_with<ScalarBlock<Bf16, float, float, Bf16>>(call);
 #endif

@@ -1,4 +1,4 @@
-// Depthwise convolutions. See conv.h.
+// Depthwise convolutions, and those of narrow groups. See conv.h.
 // isa: scalar avx2 avx512 avx512_bf16 amx
 //
 // A thread goes down output lines with a chunk of channels so narrow that the input lines under the kernel stay in L1: each
@@ -12,6 +12,8 @@
 #include "kernels/column_values.h"
 #include "kernels/conv.h"
 #include "kernels/depthwise_halves.h"
+#include "kernels/narrow_sums.h"
+#include "kernels/spread_weights.h"
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
@@ -25,51 +27,6 @@ namespace {
 constexpr int64_t kStripRows = 2 * kOutputs;   // outputs of a line that go to the epilogue together, unless tuned
 constexpr int64_t kChunkBytes = 48 << 10;      // of a chunk's weights and the lines under the kernel
 constexpr int64_t kProductsOfAThread = 32768;  // fewer are not worth waking another thread
-
-// A row of the tile that holds 16 channels' weights: those of some positions that follow each other, side by side.
-const uint8_t* tile_row(const PackedWeight& w, int64_t channel, int64_t row) {
-  return w.panel_data + channel / kPanelColumns * w.panel_bytes + row / kTileRows * 2 * kTileBytes +
-         channel % kPanelColumns / kTileColumns * kTileBytes + row % kTileRows * 64;
-}
-
-// The weights of 16 channels at all positions, one position after the other.
-void spread_weights(const PackedWeight& w, int64_t channel, int64_t positions, int32_t* to) {
-  constexpr int64_t kSideBySide = 4;
-  for (int64_t position = 0; position < positions; ++position, to += kTileColumns) {
-    const auto* row = reinterpret_cast<const int8_t*>(tile_row(w, channel, position / kSideBySide));
-    for (int64_t i = 0; i < kTileColumns; ++i) {
-      to[i] = row[kSideBySide * i + position % kSideBySide] - (w.zero_point != nullptr ? w.zero_point[channel + i] : 0);
-    }
-  }
-}
-
-// Of a row with two positions of bf16 or fp16 the one in the lower half of each pair, or in the upper one.
-void spread_halves(DType dtype, const uint32_t* pairs, bool upper, float* to) {
-  if (dtype == DType::bf16) {
-    uint32_t bits[kTileColumns];
-    for (int64_t i = 0; i < kTileColumns; ++i) bits[i] = upper ? pairs[i] & 0xffff0000U : pairs[i] << 16;
-    __builtin_memcpy(to, bits, sizeof(bits));
-    return;
-  }
-  F16 halves[kTileColumns];
-  for (int64_t i = 0; i < kTileColumns; ++i) halves[i].bits = static_cast<uint16_t>(pairs[i] >> (upper ? 16 : 0));
-  for (int64_t i = 0; i < kTileColumns; i += kWidth) store(to + i, load(halves + i));
-}
-
-void spread_weights(const PackedWeight& w, int64_t channel, int64_t positions, float* to) {
-  if (w.dtype == DType::f32) {
-    for (int64_t position = 0; position < positions; ++position, to += kTileColumns) {
-      __builtin_memcpy(to, tile_row(w, channel, position), kTileColumns * sizeof(float));
-    }
-    return;
-  }
-  for (int64_t position = 0; position < positions; position += 2, to += 2 * kTileColumns) {
-    uint32_t pairs[kTileColumns];
-    __builtin_memcpy(pairs, tile_row(w, channel, position / 2), sizeof(pairs));
-    spread_halves(w.dtype, pairs, false, to);
-    if (position + 1 < positions) spread_halves(w.dtype, pairs, true, to + kTileColumns);
-  }
-}
 
 struct None {};  // in place of a dtype: the input is not rounded
 
@@ -97,25 +54,29 @@ struct Inside {
 
 // Sizes of a thread's scratch.
 struct DepthwisePlan {
-  DepthwisePlan(const ConvCall& call, int64_t line_value_bytes) {
+  DepthwisePlan(const ConvCall& call, int64_t line_value_bytes)
+      : groups(maximum<int64_t>(1, call.group_in), maximum<int64_t>(1, call.group_out), multiplies_pairs(call)),
+        columns(call.products * call.product_columns) {
     const PatchesView& v = call.input;
     if (call.tuning.chunk_rows == TunedRows::half) strip_rows = kStripRows / 2;
     if (call.tuning.chunk_rows == TunedRows::twice) strip_rows = kStripRows * 2;
-    positions = v.kernel[0] * v.kernel[1] * v.kernel[2];
+    taps = v.kernel[0] * v.kernel[1] * v.kernel[2] * groups.steps;
     slots = v.kernel[0] * v.kernel[1];
     const int64_t bytes_of_channel =
-        slots * v.in[2] * line_value_bytes + positions * static_cast<int64_t>(sizeof(float));
+        slots * v.in[2] * line_value_bytes * groups.in / groups.out + taps * static_cast<int64_t>(sizeof(float));
     const int64_t fitting = kChunkBytes / (kPanelColumns * bytes_of_channel);
     int64_t panels = minimum(kMostStripPanels, maximum<int64_t>(1, fitting));
     // Equal chunks: a small last one costs as much beside its products as a large one.
-    const int64_t all = ceil_div(v.channels, kPanelColumns);
+    const int64_t all = ceil_div(columns, kPanelColumns);
     panels = ceil_div(all, ceil_div(all, panels));
     if (call.tuning.chunk_panels > 0) panels = minimum<int64_t>(call.tuning.chunk_panels, kMostStripPanels);
     chunk = panels * kPanelColumns;
     pitch = chunk + kTileColumns;  // an odd number of cache lines, so that pixels do not fall into the same sets of L1
   }
 
-  int64_t positions, slots;
+  GroupLanes groups;    // of one channel, if not narrow
+  int64_t columns;      // outputs' channels
+  int64_t taps, slots;  // what an output is a sum of, and lines of the kernel
   int64_t strip_rows = kStripRows;
   int64_t chunk, pitch;  // channels of a chunk, and elements from a pixel of a copied line to the next
 };
@@ -125,10 +86,11 @@ template <class In, class Round, class Line>
 class DepthwiseThread {
   using Value = ValueOf<Line>;
   static constexpr bool kCouldReadInput = std::is_same_v<In, Line> && std::is_same_v<Round, None>;
+  static constexpr bool kCouldBeNarrow = kCouldReadInput && kTakesNarrow<Line>;
 
  public:
   // Whether lines and weights are read where they are, so that a piece has nothing to copy before it begins.
-  static bool reads_in_place(const ConvCall& call) { return !copies_lines(call.input) && has_float_tiles(call.weight); }
+  static bool reads_in_place(const ConvCall& call) { return !copies_lines(call) && has_float_tiles(call); }
 
   DepthwiseThread(const ConvCall& call, const GemmCall& epilogue_call, EpilogueFn* epilogue, const DepthwisePlan& plan)
       : call_(call),
@@ -139,11 +101,11 @@ class DepthwiseThread {
         finishes_(finishes_in_registers<Line>(call.epilogue)),
         folds_(finishes_ && kFolds<Line>),
         halves_(outputs_in_halves()),
-        outputs_(halves_ != nullptr ? halves_ : select_outputs<Line>(call.input, finishes_)),
+        outputs_(select_sums()),
         sums_(static_cast<size_t>(finishes_ ? 0 : plan.chunk * plan.strip_rows) * sizeof(Value)),
-        weights_(static_cast<size_t>(plan.positions * plan.chunk) * sizeof(Value)),
+        weights_(static_cast<size_t>(plan.taps * plan.chunk) * sizeof(Value)),
         starts_(static_cast<size_t>(folds_ ? plan.chunk : 0) * sizeof(float)),
-        copies_(static_cast<size_t>(copies_lines(call.input) ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Line)),
+        copies_(static_cast<size_t>(copies_lines(call) ? plan.slots * v_.in[2] * plan.pitch : 0) * sizeof(Line)),
         held_(static_cast<size_t>(plan.slots) * sizeof(int64_t)),
         lines_(static_cast<size_t>(plan.slots) * sizeof(KernelLine<Line>)) {}
 
@@ -173,27 +135,34 @@ class DepthwiseThread {
     image_ = image;
     if (channel == channel_) return;
     channel_ = channel;
-    columns_ = minimum(plan_.chunk, v_.channels - channel);
+    columns_ = minimum(plan_.chunk, plan_.columns - channel);
     const int64_t padded = round_up(columns_, kPanelColumns);  // as they are packed, with zeros
-    values_.fill(call_.epilogue, false, call_.weight.n, channel, padded / kPanelColumns, &strip_);
+    values_.fill(call_.epilogue, false, plan_.columns, channel, padded / kPanelColumns, &strip_);
     strip_.panel = channel / kPanelColumns;
     strip_.column = channel;
     strip_.columns = columns_;
-    reads_input_ = kCouldReadInput && columns_ % kWidth == 0;
+    reads_input_ = kCouldReadInput && (is_narrow() || columns_ % kWidth == 0);
     if (!weights_in_place()) {
       Value* to = weights_.as<Value>();
-      for (int64_t c = 0; c < padded; c += kTileColumns, to += plan_.positions * kTileColumns) {
-        spread_weights(call_.weight, channel + c, plan_.positions, to);
+      for (int64_t c = 0; c < padded; c += kTileColumns, to += plan_.taps * kTileColumns) {
+        spread(channel + c, to);
       }
     }
     if (folds_) fold(padded);
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-    const int64_t step = plan_.positions * kTileColumns;
+    const int64_t step = plan_.taps * kTileColumns;
     for (int64_t c = 0; halves_ != nullptr && c + kWidth < columns_; c += kTwoVectors) {
-      to_halves(weights_.as<float>() + c * plan_.positions, step, plan_.positions);
+      to_halves(weights_.as<float>() + c * plan_.taps, step, plan_.taps);
       if (folds_) to_halves(starts_.as<float>() + c, kWidth, 1);
     }
 #endif
+  }
+
+  void spread(int64_t output, Value* to) const {
+    if constexpr (kCouldBeNarrow) {
+      if (is_narrow()) return spread_narrow(call_, output, plan_.groups.pairs, to);
+    }
+    spread_weights(call_.weight, output, plan_.taps, to);
   }
 
   // What sums begin with, and the bias's factor in the weights.
@@ -204,8 +173,8 @@ class DepthwiseThread {
     float* weights = weights_.as<float>();
     for (int64_t c = 0; c < padded; c += kWidth) {
       const F scale = load(strip_.scale + c);
-      float* weight = weights + c / kTileColumns * plan_.positions * kTileColumns + c % kTileColumns;
-      for (int64_t p = 0; p < plan_.positions; ++p, weight += kTileColumns) store(weight, mul(load(weight), scale));
+      float* weight = weights + c / kTileColumns * plan_.taps * kTileColumns + c % kTileColumns;
+      for (int64_t p = 0; p < plan_.taps; ++p, weight += kTileColumns) store(weight, mul(load(weight), scale));
     }
   }
 
@@ -213,18 +182,30 @@ class DepthwiseThread {
   OutputsFn<Line>* outputs_in_halves() const {
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
     if constexpr (std::is_same_v<Line, Bf16>) {
-      if (call_.weight.dtype == DType::bf16) return select_halves(v_, finishes_);
+      if (call_.weight.dtype == DType::bf16 && !is_narrow()) return select_halves(v_, finishes_);
     }
 #endif
     return nullptr;
   }
 
-  static bool copies_lines(const PatchesView& v) { return !kCouldReadInput || v.channels % kWidth != 0; }
-  // Floats that are one tile high are what copies would be.
-  static bool has_float_tiles(const PackedWeight& w) {
-    return std::is_same_v<Value, float> && w.dtype == DType::f32 && w.k_tiles == 1;
+  OutputsFn<Line>* select_sums() const {
+    if (halves_ != nullptr) return halves_;
+    if constexpr (kCouldBeNarrow) {
+      if (is_narrow()) return select_narrow<Line>(v_, plan_.groups, finishes_);
+    }
+    return select_outputs<Line>(v_, finishes_);
   }
-  bool weights_in_place() const { return !folds_ && has_float_tiles(call_.weight); }
+
+  bool is_narrow() const { return call_.group_in > 0; }
+  static bool copies_lines(const ConvCall& call) {
+    return !kCouldReadInput || (call.group_in == 0 && call.input.channels % kWidth != 0);
+  }
+  // Floats that are one tile high are what copies would be.
+  static bool has_float_tiles(const ConvCall& call) {
+    const PackedWeight& w = call.weight;
+    return std::is_same_v<Value, float> && w.dtype == DType::f32 && w.k_tiles == 1 && call.group_in == 0;
+  }
+  bool weights_in_place() const { return !folds_ && has_float_tiles(call_); }
   const Value* weights() const {
     if (!weights_in_place()) return weights_.as<Value>();
     return reinterpret_cast<const Value*>(call_.weight.panel_data + channel_ / kPanelColumns * 2 * kTileBytes);
@@ -242,7 +223,8 @@ class DepthwiseThread {
     for (int64_t d = depths_.begin; d < depths_.end; ++d) {
       for (int64_t h = heights_.begin; h < heights_.end; ++h) {
         const int64_t depth = first_depth_ + d * v_.dilation[0], height = first_height_ + h * v_.dilation[1];
-        const Value* weights = this->weights() + (d * v_.kernel[1] + h) * v_.kernel[2] * kTileColumns;
+        const Value* weights =
+            this->weights() + (d * v_.kernel[1] + h) * v_.kernel[2] * plan_.groups.steps * kTileColumns;
         lines_.as<KernelLine<Line>>()[line_count_++] = {line_values(depth, height, d, h), weights};
       }
     }
@@ -250,7 +232,7 @@ class DepthwiseThread {
 
   const Line* line_values(int64_t depth, int64_t height, int64_t d, int64_t h) {
     const In* line = static_cast<const In*>(v_.data) + image_ * v_.image_stride + depth * v_.in_stride[0] +
-                     height * v_.in_stride[1] + channel_;
+                     height * v_.in_stride[1] + first_channel();
     if constexpr (kCouldReadInput) {
       if (reads_input_) return line;
     }
@@ -267,6 +249,9 @@ class DepthwiseThread {
     return copy;
   }
 
+  // Of the chunk, in the input.
+  int64_t first_channel() const { return channel_ / plan_.groups.out * plan_.groups.in; }
+
   // Some outputs of a line, from w on; `row` is the output's that the line's first is.
   void sum_outputs(int64_t w, int64_t outputs, int64_t row) const {
     OutputsCall<Line> call{};
@@ -278,9 +263,11 @@ class DepthwiseThread {
     call.stride = v_.stride[2];
     call.dilation = v_.dilation[2];
     call.kernel = v_.kernel[2];
-    call.weight_step = weights_in_place() ? kTileRows * kTileColumns : plan_.positions * kTileColumns;
+    call.weight_step = weights_in_place() ? kTileRows * kTileColumns : plan_.taps * kTileColumns;
     call.starts = starts_.as<float>();
     call.columns = columns_;
+    call.groups = &plan_.groups;
+    call.channels = call_.products * v_.channels - first_channel();
     call.outputs = outputs;
     call.sums = sums_.as<Value>();
     call.panel_step = plan_.strip_rows * kPanelColumns;
@@ -313,14 +300,14 @@ template <class In, class Round, class Line>
 void depthwise_of(const ConvCall& call) {
   static Kernel<SelectEpilogueFn> select("epilogue", sizeof(In) == 1 ? "s32" : "f32");
   const PatchesView& v = call.input;
-  GemmCall gemm{call.images * output_positions(v), {}, call.weight, call.epilogue};
+  const DepthwisePlan plan(call, sizeof(Line));
+  GemmCall gemm{call.images * output_positions(v), {}, call.weight.columns(0, plan.columns), call.epilogue};
   gemm.weight.zero_point = gemm.epilogue.row_zero_point = nullptr;  // their part is not in the sums
   EpilogueFn* epilogue = nullptr;
   select(gemm, &epilogue);
-  const DepthwisePlan plan(call, sizeof(Line));
-  const int64_t chunks = (v.channels + plan.chunk - 1) / plan.chunk, lines = v.out[0] * v.out[1];
+  const int64_t chunks = ceil_div(plan.columns, plan.chunk), lines = v.out[0] * v.out[1];
   const int64_t parts = call.images * chunks * lines;
-  const int64_t wanted = gemm.m * v.channels * plan.positions / kProductsOfAThread + 1;
+  const int64_t wanted = gemm.m * plan.columns * plan.taps / kProductsOfAThread + 1;
   const int64_t most = minimum<int64_t>(max_threads(), parts);
   const int64_t threads = minimum(most, call.tuning.grid_rows > 0 ? call.tuning.grid_rows : wanted);
   // Where lines come out even, threads take all chunks of some lines: so do the layers before and behind with their rows,

@@ -16,8 +16,9 @@ namespace xopt::XOPT_ISA {
 // multiplied with each other's zeros.
 template <class Block>
 int64_t diagonal_of(const ConvCall& call) {
-  const int64_t columns = maximum<int64_t>(call.group_columns, kWidth);
-  const bool is_part = call.group_columns > 1 && kTileColumns % columns == 0 && columns % call.group_columns == 0;
+  const int64_t group = call.group_in == call.group_out ? call.group_in : 0;
+  const int64_t columns = maximum<int64_t>(group, kWidth);
+  const bool is_part = group > 1 && kTileColumns % columns == 0 && columns % group == 0;
   // Of a whole panel: a block goes through all columns, and behind fewer channels nothing may follow.
   return is_part && call.input.channels == kPanelColumns ? columns : 0;
 }

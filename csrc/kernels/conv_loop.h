@@ -8,26 +8,13 @@
 
 namespace xopt::XOPT_ISA {
 
-inline ColumnVector columns_from(ColumnVector vector, int64_t first) {
-  if (vector.data != nullptr) {
-    vector.data = static_cast<const uint8_t*>(vector.data) + first * dtype_size(vector.dtype);
-  }
-  return vector;
-}
-
 // The product of some groups, as a call of its own.
 inline GemmCall product_call(const ConvCall& call, int64_t product) {
-  const int64_t column = product * call.product_columns;
   const int64_t packed_column = product * round_up(call.product_columns, kPanelColumns);
-  Epilogue e = call.epilogue;
-  e.scale = columns_from(e.scale, column);
-  e.bias = columns_from(e.bias, column);
-  if (e.other != nullptr) e.other = static_cast<const uint8_t*>(e.other) + column * dtype_size(e.other_dtype);
-  e.out = static_cast<uint8_t*>(e.out) + column * dtype_size(e.out_dtype);
   return {call.images * output_positions(call.input),
           {},
           call.weight.columns(packed_column, call.product_columns),
-          e,
+          call.epilogue.from_column(product * call.product_columns),
           call.tuning};
 }
 

@@ -88,6 +88,8 @@ struct KernelLine {
   const ValueOf<Line>* weights;  // of 16 channels at each of the kernel's positions, one after the other
 };
 
+class GroupLanes;  // narrow_sums.h
+
 // All distances are in elements.
 template <class Line>
 struct OutputsCall {
@@ -100,7 +102,9 @@ struct OutputsCall {
   int64_t kernel;            // positions of a kernel's line
   int64_t weight_step;       // from 16 channels' weights to those of the next
   const float* starts;       // where kFolds: what sums begin with, by channels
-  int64_t columns;           // channels
+  int64_t columns;           // outputs' channels
+  const GroupLanes* groups;  // of narrow ones, and how many channels a position has from the first output's group on
+  int64_t channels;
   int64_t outputs;
   // Either where sums go, panel by panel, or what they become. Of less than eight outputs, eight have sums.
   ValueOf<Line>* sums;
@@ -124,11 +128,24 @@ XOPT_INLINE uint32_t positions_inside(const OutputsCall<Line>& call, int64_t pos
   return static_cast<uint32_t>((uint64_t{1} << end) - (uint64_t{1} << begin));
 }
 
+// A line's values as they lie, and what a sum becomes by one of them.
+struct PlainValues {
+  template <class Line>
+  XOPT_INLINE auto at(const Line* p) const {
+    return load_value(p);
+  }
+  template <class V>
+  static XOPT_INLINE V add(V sum, V value, V weight) {
+    return multiply_add(value, weight, sum);
+  }
+};
+
 // Adds the products of a line of the kernel, K positions and a stride S that are known here, with no dilation. Where
 // `Checked`, positions that are not `inside` are left out: a test and a jump for each, where a copy with zeros would be a
 // load and a store.
-template <int64_t K, int64_t S, bool Checked, class Line>
-XOPT_INLINE void add_line(const Line* x, int64_t pitch, uint32_t inside, const float* weights, F (&acc)[kOutputs]) {
+template <int64_t K, int64_t S, bool Checked, class Line, class Values>
+XOPT_INLINE void add_line(const Line* x, int64_t pitch, uint32_t inside, const float* weights, const Values& values,
+                          F (&acc)[kOutputs]) {
   F weight[K];
 #pragma GCC unroll 8
   for (int64_t p = 0; p < K; ++p) weight[p] = load(weights + p * kTileColumns);
@@ -137,20 +154,20 @@ XOPT_INLINE void add_line(const Line* x, int64_t pitch, uint32_t inside, const f
     asm("" : "+r"(x));       // GCC would keep the places of all of them on the stack
     asm("" : "+r"(inside));  // or the answers for all
     if (Checked && (inside >> i & 1) == 0) continue;
-    F value = load_value(x);
+    F value = values.at(x);
     load_once(value);
 #pragma GCC unroll 8
     for (int64_t p = 0; p < K; ++p) {
       const int64_t r = (i - p) / S;
-      if (i >= p && r * S == i - p && r < kOutputs) acc[r] = fma(value, weight[p], acc[r]);
+      if (i >= p && r * S == i - p && r < kOutputs) acc[r] = Values::add(acc[r], value, weight[p]);
     }
   }
 }
 
 // Likewise, of any kernel, from a position of the line on.
-template <class Line, class V>
+template <class Line, class Values, class V>
 XOPT_INLINE void add_any_line(const OutputsCall<Line>& call, const Line* x, int64_t position,
-                              const ValueOf<Line>* weights, V (&acc)[kOutputs]) {
+                              const ValueOf<Line>* weights, const Values& values, V (&acc)[kOutputs]) {
   const int64_t step = call.stride * call.pitch, last = position + (kOutputs - 1) * call.stride;
   for (int64_t p = 0; p < call.kernel; ++p, weights += kTileColumns) {
     const int64_t under = p * call.dilation;
@@ -158,13 +175,13 @@ XOPT_INLINE void add_any_line(const OutputsCall<Line>& call, const Line* x, int6
     const V weight = load_value(weights);
     if (position + under >= 0 && last + under < call.positions) {
 #pragma GCC unroll 8
-      for (int64_t r = 0; r < kOutputs; ++r) acc[r] = multiply_add(load_value(at + r * step), weight, acc[r]);
+      for (int64_t r = 0; r < kOutputs; ++r) acc[r] = Values::add(acc[r], values.at(at + r * step), weight);
       continue;
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < kOutputs; ++r) {
       const int64_t place = position + under + r * call.stride;
-      if (place >= 0 && place < call.positions) acc[r] = multiply_add(load_value(at + r * step), weight, acc[r]);
+      if (place >= 0 && place < call.positions) acc[r] = Values::add(acc[r], values.at(at + r * step), weight);
     }
   }
 }
@@ -188,35 +205,63 @@ XOPT_INLINE void begin_with(F start, F (&acc)[kOutputs]) {
   }
 }
 
-// Their sums for the vector of channels from c on. K and S: known here, with no dilation; 0: not known.
-template <int64_t K, int64_t S, bool Folds, class Line, class V>
-XOPT_INLINE void sum_outputs(const OutputsCall<Line>& call, const EightOutputs<Line>& outputs, int64_t c,
-                             V (&acc)[kOutputs]) {
+// What sums of the vector of channels from c on begin with.
+template <bool Folds, class Line, class V>
+XOPT_INLINE void begin_sums(const OutputsCall<Line>& call, int64_t c, V (&acc)[kOutputs]) {
 #pragma GCC unroll 8
   for (int64_t r = 0; r < kOutputs; ++r) acc[r] = LineValues<Line>::zero();
   if constexpr (Folds) begin_with(load(call.starts + c), acc);
-  const int64_t x = outputs.values + c, weight = c / kTileColumns * call.weight_step + c % kTileColumns;
-  const KernelLine<Line>* end = call.lines + call.line_count;
-  for (const auto* line = call.lines; line != end; ++line) {
-    if constexpr (K == 0) {
-      add_any_line(call, line->values + x, outputs.position, line->weights + weight, acc);
-    } else if (outputs.inside == (uint64_t{1} << kPositions<K, S>)-1) {
-      add_line<K, S, false>(line->values + x, call.pitch, 0, line->weights + weight, acc);
-    } else {
-      add_line<K, S, true>(line->values + x, call.pitch, outputs.inside, line->weights + weight, acc);
-    }
+}
+
+// Where the weights of the vector of channels from c on are, from a line's first on.
+template <class Line>
+XOPT_INLINE int64_t weight_of(const OutputsCall<Line>& call, int64_t c) {
+  return c / kTileColumns * call.weight_step + c % kTileColumns;
+}
+
+// Adds a line of the kernel. K and S: known here, with no dilation; 0: not known.
+template <int64_t K, int64_t S, class Line, class Values, class V>
+XOPT_INLINE void add_kernel_line(const OutputsCall<Line>& call, const EightOutputs<Line>& outputs, const Line* x,
+                                 const ValueOf<Line>* weights, const Values& values, V (&acc)[kOutputs]) {
+  if constexpr (K == 0) {
+    add_any_line(call, x, outputs.position, weights, values, acc);
+  } else if (outputs.inside == (uint64_t{1} << kPositions<K, S>)-1) {
+    add_line<K, S, false>(x, call.pitch, 0, weights, values, acc);
+  } else {
+    add_line<K, S, true>(x, call.pitch, outputs.inside, weights, values, acc);
   }
 }
 
+// Their sums for the vector of channels from c on.
+template <int64_t K, int64_t S, bool Folds, class Line, class V>
+XOPT_INLINE void sum_outputs(const OutputsCall<Line>& call, const EightOutputs<Line>& outputs, int64_t c,
+                             V (&acc)[kOutputs]) {
+  begin_sums<Folds>(call, c, acc);
+  const int64_t x = outputs.values + c, weight = weight_of(call, c);
+  const KernelLine<Line>* end = call.lines + call.line_count;
+  for (const auto* line = call.lines; line != end; ++line) {
+    add_kernel_line<K, S>(call, outputs, line->values + x, line->weights + weight, PlainValues{}, acc);
+  }
+}
+
+// How outputs are summed: here, each of its own channel.
+struct OwnChannels {
+  template <int64_t K, int64_t S, bool Folds, class Line, class V>
+  static XOPT_INLINE void sum(const OutputsCall<Line>& call, const EightOutputs<Line>& outputs, int64_t c,
+                              V (&acc)[kOutputs]) {
+    sum_outputs<K, S, Folds>(call, outputs, c, acc);
+  }
+};
+
 // Sums for an epilogue of its own.
-template <int64_t K, int64_t S, class Line>
+template <class Channels, int64_t K, int64_t S, class Line>
 void store_outputs(const OutputsCall<Line>& call) {
   for (int64_t w = 0; w < call.outputs; w += kOutputs) {
     const int64_t first = first_of_eight(w, call.outputs);
     const EightOutputs<Line> outputs(call, first, kPositions<K, S>);
     for (int64_t c = 0; c < call.columns; c += kWidth) {
       typename LineValues<Line>::Vector acc[kOutputs];
-      sum_outputs<K, S, false>(call, outputs, c, acc);
+      Channels::template sum<K, S, false>(call, outputs, c, acc);
       ValueOf<Line>* sums = call.sums + c / kPanelColumns * call.panel_step + first * kPanelColumns + c % kPanelColumns;
 #pragma GCC unroll 8
       for (int64_t r = 0; r < kOutputs; ++r) store_value(sums + r * kPanelColumns, acc[r]);
@@ -224,7 +269,7 @@ void store_outputs(const OutputsCall<Line>& call) {
   }
 }
 
-template <int64_t K, int64_t S, class Line>
+template <class Channels, int64_t K, int64_t S, class Line>
 void finish_outputs(const OutputsCall<Line>& call) {
   Finish<Line> finish = finish_of<Line>(*call.epilogue, *call.strip, call.row, call.row, 0);
   Line* const out = finish.out;
@@ -236,7 +281,7 @@ void finish_outputs(const OutputsCall<Line>& call) {
     finish.other = other + first * finish.other_stride;
     for (int64_t c = 0; c < call.columns; c += kWidth) {
       F acc[kOutputs];
-      sum_outputs<K, S, kFolds<Line>>(call, outputs, c, acc);
+      Channels::template sum<K, S, kFolds<Line>>(call, outputs, c, acc);
       if (call.outputs >= kOutputs) {
         finish_rows<!kFolds<Line>>(finish, c, acc);
       } else {
@@ -246,12 +291,12 @@ void finish_outputs(const OutputsCall<Line>& call) {
   }
 }
 
-template <int64_t K, int64_t S, class Line>
+template <class Channels, int64_t K, int64_t S, class Line>
 OutputsFn<Line>* outputs_fn_of(bool finish) {
   if constexpr (std::is_same_v<ValueOf<Line>, float>) {
-    if (finish) return finish_outputs<K, S, Line>;
+    if (finish) return finish_outputs<Channels, K, S, Line>;
   }
-  return store_outputs<K, S, Line>;
+  return store_outputs<Channels, K, S, Line>;
 }
 
 template <int64_t N>
@@ -275,9 +320,9 @@ auto select_line([[maybe_unused]] const PatchesView& v, const Known& known) {
 template <class Line>
 OutputsFn<Line>* select_outputs(const PatchesView& v, bool finish) {
   if constexpr (std::is_same_v<ValueOf<Line>, float>) {
-    return select_line(v, [&](auto k, auto s) { return outputs_fn_of<k, s, Line>(finish); });
+    return select_line(v, [&](auto k, auto s) { return outputs_fn_of<OwnChannels, k, s, Line>(finish); });
   } else {
-    return outputs_fn_of<0, 0, Line>(finish);
+    return outputs_fn_of<OwnChannels, 0, 0, Line>(finish);
   }
 }
 

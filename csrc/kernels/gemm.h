@@ -61,6 +61,9 @@ struct Epilogue {
   const OutPositions* positions = nullptr;  // in place of out_row_stride, for `other` as well
   float out_scale = 1.0F;                   // s8, u8: stored = clamp(round_to_even(value / out_scale) + out_zero_point)
   int32_t out_zero_point = 0;
+
+  // The same for the columns from `first` on, without a norm.
+  [[nodiscard]] Epilogue from_column(int64_t first) const;
 };
 
 struct GemmCall {

@@ -62,7 +62,6 @@ Tensor conv(Stack stack) {
                 layout.product_columns(),
                 PackedWeight(header, arguments.packed.data()),
                 {}};
-  call.group_columns = layout.group_columns();
   arguments.after.set(kOp, input, layout.out, &call.epilogue);
   Tensor out = complete_call(kOp, &input, &arguments.bias, &arguments.after.fused, layout, &call);
   if (out.numel() == 0) return out;

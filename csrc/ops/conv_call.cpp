@@ -53,8 +53,43 @@ void set_residual(const char* op, Tensor* other, const int64_t* sizes, int64_t d
 
 // Whether the kernel takes an input's channels from anywhere: where they are few, it copies them side by side itself.
 bool takes_any_layout(const ConvCall& call, const ConvLayout& layout) {
-  return layout.products() == 1 && !layout.depthwise && layout.product_channels() <= kMostChannelsApart &&
+  return layout.merged == layout.groups && !layout.depthwise && layout.product_channels() <= kMostChannelsApart &&
          call.weight.dtype != DType::s8 && !is_product(call.input, layout);
+}
+
+// The product of the rest as a call of its own, whose rows of the packed matrix have channels of their own number.
+ConvCall rest_call(const ReadyConv& conv) {
+  ConvCall rest = conv.call;
+  const int64_t columns = rest.products * rest.product_columns;
+  const int64_t packed_column = rest.products * round_up(rest.product_columns, kPanelColumns);
+  PatchesView& v = rest.input;
+  v.data = static_cast<const uint8_t*>(v.data) + rest.products * v.channels * dtype_size(v.dtype);
+  v.channels = conv.rest_channels;
+  rest.products = 1;
+  rest.product_columns = conv.rest_columns;
+  rest.weight = rest.weight.columns(packed_column, conv.rest_columns);
+  rest.weight.k = v.kernel[0] * v.kernel[1] * v.kernel[2] * v.channels;
+  rest.weight.k_tiles = ceil_div(rest.weight.k, packed_tile_k(rest.weight.dtype));
+  rest.epilogue = rest.epilogue.from_column(columns);
+  return rest;
+}
+
+void run_products(const ConvCall& call) {
+  switch (call.weight.dtype) {
+    case DType::s8:
+      return run_tuned(call.input.dtype == DType::s8 ? conv_s8s8 : conv_u8s8, call);
+    case DType::f32:
+      return run_tuned(conv_f32, call);
+    case DType::bf16:
+      return run_tuned(conv_bf16, call);
+    default:
+      return run_tuned(conv_f16, call);
+  }
+}
+
+void run_depthwise(const ConvCall& call) {
+  if (call.weight.dtype != DType::s8) return run_tuned(conv_depthwise_f32, call);
+  run_tuned(call.input.dtype == DType::s8 ? conv_depthwise_s8s8 : conv_depthwise_u8s8, call);
 }
 
 }  // namespace
@@ -138,6 +173,12 @@ Tensor complete_call(const char* op, Tensor* input, Tensor* bias, FusedArguments
 
 ReadyConv ready_conv(const ConvCall& call, const Tensor& input, const ConvLayout& layout) {
   ReadyConv conv{call, layout.depthwise};
+  if (layout.groups > 1 && !layout.depthwise) {
+    conv.call.group_in = layout.group_in;
+    conv.call.group_out = layout.group_out();
+  }
+  conv.rest_columns = layout.rest() * layout.group_out();
+  conv.rest_channels = layout.rest() * layout.group_in;
   conv.is_product = is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &conv.rows));
   conv.rows.data = call.input.data;
   conv.rows.dtype = call.input.dtype;
@@ -162,20 +203,9 @@ void run_ready(const ReadyConv& conv) {
   if (conv.is_product) {
     return run_gemm({call.images * output_positions(call.input), conv.rows, call.weight, call.epilogue});
   }
-  if (call.weight.dtype == DType::s8) {
-    const bool is_signed = call.input.dtype == DType::s8;
-    if (conv.depthwise) return run_tuned(is_signed ? conv_depthwise_s8s8 : conv_depthwise_u8s8, call);
-    return run_tuned(is_signed ? conv_s8s8 : conv_u8s8, call);
-  }
-  if (conv.depthwise) return run_tuned(conv_depthwise_f32, call);
-  switch (call.weight.dtype) {
-    case DType::f32:
-      return run_tuned(conv_f32, call);
-    case DType::bf16:
-      return run_tuned(conv_bf16, call);
-    default:
-      return run_tuned(conv_f16, call);
-  }
+  if (conv.depthwise) return run_depthwise(call);
+  run_products(call);
+  if (conv.rest_columns > 0) run_products(rest_call(conv));
 }
 
 }  // namespace xopt::ops

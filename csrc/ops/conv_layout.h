@@ -12,18 +12,21 @@ struct ConvLayout {
   int64_t dims;       // spatial, 1 to 3
   int64_t kernel[3];  // depth, height, width; ones in front
   bool depthwise;
-  int64_t merged;  // groups in a product
+  int64_t merged;  // groups in a product; those that are left over are one more
 
   int64_t positions() const { return kernel[0] * kernel[1] * kernel[2]; }
   int64_t group_out() const { return groups == 0 ? 0 : out / groups; }
   int64_t products() const { return groups / merged; }
+  int64_t rest() const { return groups % merged; }  // groups
   int64_t product_columns() const { return depthwise ? out : merged * group_out(); }
   int64_t product_channels() const { return depthwise ? out : merged * group_in; }
-  // Output channels of each of several groups in a product, if they have as many input channels; else 0.
-  int64_t group_columns() const { return !depthwise && merged > 1 && group_in == group_out() ? group_in : 0; }
   int64_t padded_columns() const { return round_up(product_columns(), kPanelColumns); }
   // Of the packed matrix.
-  int64_t rows() const { return depthwise ? out : (products() - 1) * padded_columns() + product_columns(); }
+  int64_t rows() const {
+    if (depthwise) return out;
+    const int64_t last = rest() > 0 ? rest() : merged;
+    return (ceil_div(groups, merged) - 1) * padded_columns() + last * group_out();
+  }
   int64_t columns() const { return positions() * (depthwise ? 1 : merged * group_in); }
 };
 
@@ -53,11 +56,13 @@ inline ConvLayout conv_layout(const char* op, const char* name, const ListView& 
     layout.merged = groups;
     return layout;
   }
-  // As many groups as a product has room for in the columns that one fills up anyway.
-  const int64_t columns = round_up(layout.group_out(), kPanelColumns);
-  for (int64_t merged = 1; merged <= groups && merged * layout.group_out() <= columns; ++merged) {
-    if (groups % merged == 0) layout.merged = merged;
-  }
+  // As many groups as a product has room for in the columns that one fills up anyway; if they do not fill them, so many
+  // that products are alike.
+  const int64_t group_out = layout.group_out(), columns = round_up(group_out, kPanelColumns);
+  if (group_out == 0) return layout;
+  layout.merged = std::min(groups, columns / group_out);
+  const int64_t products = ceil_div(groups, layout.merged);
+  if (layout.merged * group_out < columns && groups % products == 0) layout.merged = groups / products;
   return layout;
 }
 inline ConvLayout conv_layout(const char* op, const char* name, const ListView& sizes, int64_t groups) {

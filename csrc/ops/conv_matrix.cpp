@@ -15,6 +15,13 @@ int64_t matrix_row(const ConvLayout& layout, int64_t out) {
   return product * layout.padded_columns() + out - product * layout.product_columns();
 }
 
+// Input channels of the product that a row of the matrix belongs to, at each position.
+int64_t row_channels(const ConvLayout& layout, int64_t row) {
+  if (layout.depthwise) return 1;
+  const bool is_rest = row >= layout.products() * layout.padded_columns();
+  return (is_rest ? layout.rest() : layout.merged) * layout.group_in;
+}
+
 // Calls body(place in the matrix, place in the weight) for each run of the matrix that holds a group's input channels of
 // one position for one output channel.
 template <class Body>
@@ -31,7 +38,7 @@ void for_each_run(const ConvLayout& layout, const ConvWeightView& weight, const 
     for (int64_t out = layout.out * thread / count; out < layout.out * (thread + 1) / count; ++out) {
       const int64_t group = layout.group_out() == 0 ? 0 : out / layout.group_out();
       const int64_t row = matrix_row(layout, out);
-      const int64_t channels = layout.depthwise ? 1 : layout.product_channels();
+      const int64_t channels = row_channels(layout, row);
       const int64_t within = layout.depthwise ? 0 : group % layout.merged * layout.group_in;
       const int64_t source = group * weight.group + (out - group * layout.group_out()) * weight.out;
       for (int64_t position = 0; position < layout.positions(); ++position) {
@@ -103,8 +110,9 @@ void pack_conv_matrix(const char* op, const ConvLayout& layout, const ConvWeight
   const std::vector<float> scale = of_rows(layout, channels.scale);
   const std::vector<int32_t> zero_point = of_rows(layout, channels.zero_point);
   for (size_t row = 0; row < zero_point.size(); ++row) {
-    const auto columns = static_cast<size_t>(layout.columns());
-    std::memset(matrix.data() + row * columns, zero_point[row], columns);
+    const int64_t channels = row_channels(layout, static_cast<int64_t>(row));
+    std::memset(matrix.data() + row * static_cast<size_t>(layout.columns()), zero_point[row],
+                static_cast<size_t>(layout.positions() * channels));
   }
   switch (dtype_size(weight.dtype)) {
     case 1:

@@ -85,6 +85,8 @@ XOPT_INLINE F load_part(const Bf16* p, int64_t n) {
 XOPT_INLINE F load_part(const F16* p, int64_t n) { return _mm256_cvtph_ps(load_words(p, n)); }
 
 using I = __m256i;
+// Of each lane the value of the lane that `from` names.
+XOPT_INLINE F take_lanes(F x, I from) { return _mm256_permutevar8x32_ps(x, from); }
 XOPT_INLINE I set1_int(int32_t x) { return _mm256_set1_epi32(x); }
 XOPT_INLINE I load_int(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 XOPT_INLINE I add_int(I a, I b) { return _mm256_add_epi32(a, b); }

@@ -80,6 +80,8 @@ XOPT_INLINE F load_part(const F16* p, int64_t n) {
 }
 
 using I = __m512i;
+// Of each lane the value of the lane that `from` names.
+XOPT_INLINE F take_lanes(F x, I from) { return _mm512_permutexvar_ps(from, x); }
 XOPT_INLINE I set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 XOPT_INLINE I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
 XOPT_INLINE I add_int(I a, I b) { return _mm512_add_epi32(a, b); }

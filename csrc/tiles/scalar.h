@@ -65,6 +65,7 @@ XOPT_INLINE F load(const F16* p) {
 
 // Integers wrap around, as the vector instructions do.
 using I = uint32_t;
+XOPT_INLINE F take_lanes(F x, I) { return x; }
 XOPT_INLINE I set1_int(int32_t x) { return static_cast<uint32_t>(x); }
 XOPT_INLINE I load_int(const int32_t* p) { return static_cast<uint32_t>(*p); }
 XOPT_INLINE I add_int(I a, I b) { return a + b; }

@@ -30,13 +30,18 @@ def matrix_of(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[S
     if group_in == 1 and out == groups:
         return out, positions
     group_out = out // groups
+    if group_out == 0:
+        return 0, positions * group_in
     columns = ceil_div(group_out, _PANEL) * _PANEL
-    merged = max(
-        count for count in range(1, groups + 1) if groups % count == 0 and (count == 1 or count * group_out <= columns)
-    )
-    product_columns = merged * group_out
-    padded = ceil_div(product_columns, _PANEL) * _PANEL
-    return (groups // merged - 1) * padded + product_columns, positions * merged * group_in
+    merged = min(groups, columns // group_out)
+    products = ceil_div(groups, merged)
+    if merged * group_out < columns and groups // products * products == groups:
+        merged = groups // products
+    padded = ceil_div(merged * group_out, _PANEL) * _PANEL
+    alike = groups // merged
+    rest = groups - alike * merged
+    rows = alike * padded + rest * group_out if rest > 0 else (alike - 1) * padded + merged * group_out
+    return rows, positions * merged * group_in
 
 
 def output_sizes(
