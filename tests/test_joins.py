@@ -79,6 +79,22 @@ class Images:
         window = ([3, 3], [1, 1], [1, 1], [1, 1], False, True, 0)
         return self.add(self.channels[source], "pool", source, self.draw.choice(("max", "average")), *window)
 
+    def upsample(self, source: Any) -> Result:
+        """Of what is half as large."""
+        half = ("max", [2, 2], [2, 2], [0, 0], [1, 1], True, True, 0)
+        small = Result(self.program.add("pool", source, *half))
+        after = ([*self.shape[1:]], self.draw.choice(("nearest", "linear")), False, None, None, None)
+        return self.add(self.channels[source], "upsample", small, *after)
+
+    def gated(self, source: Any) -> Result:
+        """A factor for each channel, or an image that is added."""
+        gate = Result(self.program.add("adaptive_pool", source, "average", [1, 1]))
+        how, other = self.draw.choice((("mul", gate), ("add", self.conv(source, self.channels[source]))))
+        return self.add(self.channels[source], "combine", source, other, how, self.draw.choice((True, False)))
+
+    def steps(self, source: Any) -> Result:
+        return self.add(self.channels[source], "pointwise", (source,), "silu:x0;mul:v0:1.5", self.dtype)
+
     def join(self, *parts: Any) -> Result:
         return self.add(sum(self.channels[part] for part in parts), "concat", parts, 1)
 
@@ -86,7 +102,8 @@ class Images:
         return self.draw.choice(list(self.channels))
 
     def add_any(self) -> Result:
-        kind = self.draw.choice(("conv", "conv", "sum", "depthwise", "norm", "pool", "join", "join", "join"))
+        of_one = ("depthwise", "norm", "pool", "upsample", "gated", "steps")
+        kind = self.draw.choice(("conv", "conv", "sum", "join", "join", "join", *of_one))
         source = self.any()
         if kind == "conv":
             return self.conv(source, self.draw.choice((5, 8, 16, 33)), self.draw.choice((1, 3)))
@@ -94,7 +111,8 @@ class Images:
             return self.conv(source, self.channels[other := self.any()], 1, other)
         if kind == "join":
             return self.join(*(self.any() for _ in range(self.draw.randint(1, 4))))
-        return {"depthwise": self.depthwise, "norm": self.norm, "pool": self.pool}[kind](source)
+        made: Result = getattr(self, kind)(source)
+        return made
 
     def check(self, *returned: Result) -> int:
         """Returns how often the last run has copied parts. Each run has its own values, the earlier ones' are gone."""
@@ -140,6 +158,16 @@ def test_branches_are_written_where_they_are_joined() -> None:
     assert images.check(last) == 0
     assert images.check(joined) == 0  # which the caller gets
     assert images.check(last, Result(1)) == 1  # a part that the caller gets is an image by itself
+
+
+@pytest.mark.parametrize("kind", ["depthwise", "norm", "pool", "upsample", "gated"])
+def test_parts_of_every_kind_are_written_where_they_are_joined(kind: str) -> None:
+    images = Images(6)
+    parts = [getattr(images, kind)(Given(0)) for _ in range(3)]
+    joined = images.join(*parts, images.conv(Given(0), 8))
+    assert images.check(images.steps(joined)) == 0
+    of_a_part = images.upsample(images.steps(parts[0]))
+    assert images.check(images.conv(of_a_part, 8), joined) == 0
 
 
 def test_features_joined_with_all_before() -> None:

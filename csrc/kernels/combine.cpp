@@ -50,25 +50,29 @@ class Runs {
     for (int64_t run = begin; run < end;) {
       const T* first = start(first_, run) + from * first_.stride[kInner];
       const T* second = start(second_, run) + from * second_.stride[kInner];
-      T* out = static_cast<T*>(call_.out) + run * call_.size[kInner] + from;
+      T* out = static_cast<T*>(call_.out) + place(call_.out_stride, run) + from;
       const int64_t line_end = minimum(end, run + around - run % around);
       for (; run < line_end; ++run) {
         compute_run(first, second, until - from, out);
         first += first_.stride[kAround];
         second += second_.stride[kAround];
-        out += call_.size[kInner];
+        out += call_.out_stride[kAround];
       }
     }
   }
 
  private:
-  const T* start(const CombineCall::Part& part, int64_t run) const {
+  // Of a run's first element.
+  int64_t place(const int64_t (&stride)[CombineCall::kDims], int64_t run) const {
     int64_t at = 0;
     for (int dim = kAround; dim >= 0 && run > 0; --dim) {
-      at += run % call_.size[dim] * part.stride[dim];
+      at += run % call_.size[dim] * stride[dim];
       run /= call_.size[dim];
     }
-    return static_cast<const T*>(part.data) + at;
+    return at;
+  }
+  const T* start(const CombineCall::Part& part, int64_t run) const {
+    return static_cast<const T*>(part.data) + place(part.stride, run);
   }
 
   void compute_run(const T* first, const T* second, int64_t count, T* out) const {

@@ -20,10 +20,11 @@ struct CombineCall {
   Combine how;
   bool relu;
   DType dtype;
-  // From the outermost to the innermost in memory of `out`, which has nothing between its elements.
+  // From the outermost to the innermost in memory of `out`.
   int64_t size[kDims];
   Part parts[2];
   void* out;
+  int64_t out_stride[kDims];  // elements; of the innermost 1
 };
 
 using CombineFn = void(const CombineCall& call);

@@ -189,7 +189,7 @@ void sum_by_channels(const PoolCall& call, int threads) {
     const int64_t end = thread + 1 == count ? v.channels : pieces * (thread + 1) / count * kChannelsAtOnce;
     for (int64_t image = 0; image < call.images; ++image) {
       const T* from = static_cast<const T*>(v.data) + image * v.image_stride;
-      pool_position<Kind>(call, from, windows, begin, end, static_cast<T*>(call.out) + image * v.channels);
+      pool_position<Kind>(call, from, windows, begin, end, static_cast<T*>(call.out) + image * call.out_row_stride);
     }
   });
 }
@@ -218,7 +218,7 @@ void sum_by_lines(const PoolCall& call, int threads) {
   });
   const F divisor = set1(static_cast<float>(lines * v.in[2]));
   for (int64_t image = 0; image < call.images; ++image) {
-    T* out = static_cast<T*>(call.out) + image * channels;
+    T* out = static_cast<T*>(call.out) + image * call.out_row_stride;
     for_each_vector(channels, [&](int64_t c, int64_t width) {
       Kind all;
       const float* sum = sums + image * lines * channels + c;
@@ -248,8 +248,8 @@ void pool_of(const PoolCall& call) {
       PoolWindow windows[3] = {
           pool_window(call, 0, line / v.out[1] % v.out[0]), pool_window(call, 1, line % v.out[1]), {}};
       const T* from = static_cast<const T*>(v.data) + image * v.image_stride;
-      T* out = static_cast<T*>(call.out) + line * v.out[2] * v.channels;
-      for (int64_t w = 0; w < v.out[2]; ++w, out += v.channels) {
+      T* out = static_cast<T*>(call.out) + line * v.out[2] * call.out_row_stride;
+      for (int64_t w = 0; w < v.out[2]; ++w, out += call.out_row_stride) {
         windows[2] = pool_window(call, 2, w);
         pool_position<Kind>(call, from, windows, 0, v.channels, out);
       }

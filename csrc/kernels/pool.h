@@ -17,7 +17,8 @@ struct PoolCall {
   bool counts_padding;       // average: zeros of the padding count as values
   int64_t divisor;           // average: instead of the number of values; 0: none given
   bool adaptive;             // windows cover the input as evenly as they can, whatever strides and paddings are
-  void* out;                 // [images, positions, channels], contiguous
+  void* out;                 // [images, positions, channels]
+  int64_t out_row_stride;    // elements from a position to the next
 };
 
 // The places of a window along one dimension that lie inside: `count` from `first` on, and how many there are with the

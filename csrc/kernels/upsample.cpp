@@ -3,8 +3,8 @@
 //
 // With the channels last, what is mixed or copied is whole runs of channels: of two pixels, or of four or eight where
 // several dimensions are mixed. The pixels around neighbouring outputs are the same or neighbours, so they come from L1.
-// The last vector of a pixel's channels is a whole one too: what it writes too much is the next pixel's, which is written
-// after it. So an image of 3 or 19 channels needs no loop over single values, but at the ends of its lines.
+// The last vector of a pixel's channels is a whole one too where pixels follow each other: what it writes too much is the
+// next pixel's, which is written after it. So an image of 3 or 19 channels needs no loop over single values, but at the ends of its lines.
 #include "kernels/upsample.h"
 
 #include "runtime/parallel.h"
@@ -52,7 +52,8 @@ XOPT_INLINE void mix(const T* const* pixels, const F* weights, int64_t channels,
 template <int kLines, int kPlaces, class T>
 void mix_line(const UpsampleCall& call, const Lines<T>& lines, T* out) {
   const PatchesView& v = call.input;
-  for (int64_t w = 0; w < v.out[2]; ++w, out += v.channels) {
+  const bool follow = call.out_row_stride == v.channels;
+  for (int64_t w = 0; w < v.out[2]; ++w, out += call.out_row_stride) {
     const Between& between = call.places[2][w];
     const T* pixels[kLines * kPlaces];
     F weights[kLines * kPlaces];
@@ -63,7 +64,8 @@ void mix_line(const UpsampleCall& call, const Lines<T>& lines, T* out) {
       weights[i] = set1(kPlaces == 1 ? lines.weight[line] : lines.weight[line] * between.weight[place]);
     }
     const int64_t read = (v.in[2] - 1 - between.place[kPlaces - 1]) * v.in_stride[2];
-    mix<kLines * kPlaces>(pixels, weights, v.channels, minimum(read, (v.out[2] - 1 - w) * v.channels), out);
+    const int64_t written = follow ? (v.out[2] - 1 - w) * v.channels : 0;
+    mix<kLines * kPlaces>(pixels, weights, v.channels, minimum(read, written), out);
   }
 }
 
@@ -77,7 +79,7 @@ template <class T>
 void copy_pixels(const UpsampleCall& call, const T* line, T* out) {
   const PatchesView& v = call.input;
   const int64_t bytes = v.channels * static_cast<int64_t>(sizeof(T));
-  for (int64_t w = 0; w < v.out[2]; ++w, out += v.channels) {
+  for (int64_t w = 0; w < v.out[2]; ++w, out += call.out_row_stride) {
     const T* pixel = line + call.places[2][w].place[0] * v.in_stride[2];
     copy_short(reinterpret_cast<const uint8_t*>(pixel), bytes, reinterpret_cast<uint8_t*>(out));
   }
@@ -95,7 +97,7 @@ void upsample_of(const UpsampleCall& call) {
       const T* image = static_cast<const T*>(v.data) + line / (v.out[0] * v.out[1]) * v.image_stride;
       const Between& depth = call.places[0][line / v.out[1] % v.out[0]];
       const Lines<T> from(call, image, depth, call.places[1][line % v.out[1]]);
-      T* out = static_cast<T*>(call.out) + line * values;
+      T* out = static_cast<T*>(call.out) + line * v.out[2] * call.out_row_stride;
       if (nearest) {
         copy_pixels(call, from.data[0], out);
       } else if (call.mixed[2]) {

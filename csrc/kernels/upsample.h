@@ -19,7 +19,8 @@ struct UpsampleCall {
   const Between* places[3];  // for each output position along a dimension
   bool mixed[3];             // whether both places count along a dimension
   int64_t images;
-  void* out;  // [images, positions, channels], contiguous
+  void* out;               // [images, positions, channels]
+  int64_t out_row_stride;  // elements from a position to the next
 };
 
 using UpsampleFn = void(const UpsampleCall& call);

@@ -2,6 +2,7 @@
 #include "kernels/combine.h"
 
 #include "ops/broadcast.h"
+#include "ops/joins.h"
 #include "ops/noted_call.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
@@ -21,6 +22,13 @@ struct CombineArguments {
   String how;
   bool relu;
 };
+
+// Whether a result is an image of several channels, which are last in memory.
+bool is_image(const Dims& sizes, const Dims& order) {
+  bool in_order = sizes.count >= 4 && sizes.values[1] > 1 && order.values[0] == 0 && order.values[sizes.count - 1] == 1;
+  for (int64_t i = 1; in_order && i + 1 < sizes.count; ++i) in_order = order.values[i] == i + 1;
+  return in_order;
+}
 
 void run(const CombineCall& call) {
   static Kernel<CombineFn> kernel("combine", "f32");
@@ -45,9 +53,11 @@ Tensor combine(Stack stack) {
     other.fail("expected a shape that goes with that of first, ", first.shape_text(), ", got ", second.shape_text());
   }
   const Dims order = order_of(parts[0], parts[1], sizes);
-  Tensor out = Tensor::empty_in_order(sizes.values, sizes.count, call.dtype, order.values);
+  Tensor out = is_image(sizes, order) ? WantedOutput::take(sizes.values, sizes.count, call.dtype)
+                                      : Tensor::empty_in_order(sizes.values, sizes.count, call.dtype, order.values);
   if (out.numel() == 0) return out;
-  set_loops(parts, 2, sizes, order, call.size, {call.parts[0].stride, call.parts[1].stride});
+  const Lying lying[] = {parts[0], parts[1], Lying::of({kOp, "out", out})};
+  set_loops(lying, 3, sizes, order, call.size, {call.parts[0].stride, call.parts[1].stride, call.out_stride});
   call.parts[0].data = first.data();
   call.parts[1].data = second.data();
   call.out = out.mutable_data();

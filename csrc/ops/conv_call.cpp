@@ -198,6 +198,7 @@ void run_ready(const ReadyConv& conv) {
     pool.input = call.input;
     pool.images = call.images;
     pool.out = call.epilogue.out;
+    pool.out_row_stride = call.epilogue.out_row_stride;
     return pool_f32(pool);
   }
   if (conv.is_product) {

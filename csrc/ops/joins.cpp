@@ -2,6 +2,7 @@
 #include "ops/joins.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "ops/images.h"
 
@@ -13,8 +14,14 @@ const Tensor*& wanted() {
   return place;
 }
 
-bool is_any_of(const std::string& name, std::initializer_list<const char*> names) {
-  return std::any_of(names.begin(), names.end(), [&](const char* each) { return name == each; });
+// Operators that write rows of an image with a gap between, and those that read them.
+constexpr std::string_view kMakers[] = {"conv", "batch_norm", "pool", "adaptive_pool", "upsample", "combine", "concat"};
+constexpr std::string_view kReaders[] = {"conv",     "batch_norm", "pool",   "adaptive_pool",
+                                         "upsample", "combine",    "concat", "pointwise"};
+
+template <size_t N>
+bool is_any_of(const std::string& name, const std::string_view (&names)[N]) {
+  return std::find(names, names + N, name) != names + N;
 }
 
 // A shape as shape_of tells it: the dtype, sizes and strides.
@@ -42,11 +49,11 @@ struct Image {
 std::vector<bool> results_that_may_be_parts(const PreparedCalls& prepared) {
   std::vector<bool> may(prepared.calls.size() * kMostResults);
   for (size_t call = 0; call < prepared.calls.size(); ++call) {
-    may[call * kMostResults] = is_any_of(prepared.calls[call].name, {"conv", "batch_norm", "concat"});
+    may[call * kMostResults] = is_any_of(prepared.calls[call].name, kMakers);
   }
   for (const size_t result : prepared.returned) may[result] = false;
   for (const PreparedCall& call : prepared.calls) {
-    const bool reads_rows = is_any_of(call.name, {"conv", "batch_norm", "pool", "adaptive_pool", "concat", "combine"});
+    const bool reads_rows = is_any_of(call.name, kReaders);
     each_result(call, [&](size_t read) { may[read] = may[read] && reads_rows; });
   }
   return may;

@@ -4,6 +4,7 @@
 
 #include "ops/conv_bands.h"
 #include "ops/images.h"
+#include "ops/joins.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
 #include "tiles/layout.h"
@@ -108,7 +109,7 @@ ReadyConv as_conv(const PoolCall& pool) {
   Epilogue epilogue;
   epilogue.out = pool.out;
   epilogue.out_dtype = pool.input.dtype;
-  epilogue.out_row_stride = pool.input.channels;
+  epilogue.out_row_stride = pool.out_row_stride;
   ReadyConv conv{{pool.input, pool.images, 1, pool.input.channels, PackedWeight(header, nullptr), epilogue}};
   conv.is_max_pool = true;
   return conv;
@@ -124,8 +125,9 @@ void note(NotedCall* noted, const void* const& from, void* const& to, const Tens
 Tensor pooled(Tensor* input, DType dtype, PoolCall* call) {
   int64_t sizes[5] = {call->images, call->input.channels};
   for (int64_t i = 2; i < input->dims(); ++i) sizes[i] = call->input.out[5 - input->dims() + i - 2];
-  Tensor out = Tensor::empty_channels_last(sizes, input->dims(), dtype);
+  Tensor out = WantedOutput::take(sizes, input->dims(), dtype);
   call->out = out.mutable_data();
+  call->out_row_stride = out.stride(out.dims() - 1);
   if (out.numel() > 0) {
     set_input(input, &call->input);
     if (PlannedConvs* planned = PlannedConvs::current()) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ops/images.h"
+#include "ops/joins.h"
 #include "ops/noted_call.h"
 #include "ops/prepared.h"
 #include "runtime/registry.h"
@@ -131,9 +132,10 @@ Tensor upsample(Stack stack) {
     call.mixed[at] = mode == Mode::linear && in != out;
     ready.keeps_size[at] = in == out && (dims > 1 || mode == Mode::linear);
   }
-  Tensor out = Tensor::empty_channels_last(sizes, input.dims(), dtype);
+  Tensor out = WantedOutput::take(sizes, input.dims(), dtype);
   if (out.numel() == 0) return out;
   call.out = out.mutable_data();
+  call.out_row_stride = out.stride(out.dims() - 1);
   set_input(&input, &call.input);
   run(ready);
   if (NotedCall* noted = note_call(&run, ready)) {

@@ -23,7 +23,7 @@ from xopt.modules import channels_last
 from xopt.modules.base import Context, Replacement, derive, dtype_name, forward_problem, own_forward, result_dtype
 from xopt.modules.chain import Call, Seen, Shape, Stored, Value, chainable
 from xopt.modules.computed_weight import before_class, is_computed, pack_computed, take_weight, weight_of
-from xopt.modules.folded_norm import fold_seen, folded, of_images
+from xopt.modules.folded_norm import bounded, fold_seen, folded, of_images
 from xopt.modules.packed_layout import Taps
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.packed_state import PackedState
@@ -233,6 +233,7 @@ def conv(
     eps: float = 0.0,
     other: torch.Tensor | None = None,
     pad: Sequence[int] = (),
+    affine: tuple[torch.Tensor, ...] = (),
     out_dtype: torch.dtype | None = None,
     **after: Any,
 ) -> torch.Tensor:
@@ -245,8 +246,10 @@ def conv(
     if weight is None or (other is not None and other.shape != output_shape_of(module, input.shape, pad)):
         input = functional.pad(input, pad) if pad else input
         norm = of_images(norm, len(module.kernel_size))
-        return finished(module.product(input), norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
-    scale, bias = folded(module, bias, norm, eps)
+        result = module.product(input)
+        return finished(result, norm=norm, eps=eps, affine=affine, other=other, out_dtype=out_dtype, **after)
+    scale, bias = folded(module, bias, norm, eps, affine)
+    after = bounded(module, after) if affine else after
     return run(module, weight, input, bias, pad, **told(after, input, out_dtype, scale=scale, other=other))
 
 
@@ -270,6 +273,7 @@ def _conv_call(
     eps: float = 0.0,
     other: Value | None = None,
     pad: tuple[Number, ...] = (),
+    affine: tuple[Stored, ...] = (),
     **after: Any,
 ) -> Call | None:
     weight = packed_weight(module)
@@ -283,7 +287,8 @@ def _conv_call(
     others, numbers = numbers_of(amounts)
     channels, kernel = module.out_channels, tuple(module.kernel_size)
     packed = take_weight(seen, module, weight)
-    scale, bias = fold_seen(seen, module, norm, eps)
+    scale, bias = fold_seen(seen, module, norm, eps, affine)
+    after = bounded(module, after) if affine else after
     arguments = (input, packed, weight.shape, bias, stride, amounts, dilation, groups, scale)
 
     def shape(image: Shape, *shapes: Shape) -> Shape:

@@ -5,10 +5,14 @@ them if there is one; and of a layer scale alone (None, None, itself, None).
 Both are vectors of fp32. The packed weight stays as it is: the factor is applied to the sums before they are rounded,
 which is more exact than a scaled weight in bf16, and leaves every parameter where the source model has it. They are
 computed when they are first needed, and again after any of the tensors they came from has changed.
+
+A factor and an addend of one value each behind the activation (`scaled_activation.py`) are a part of both, and of the
+activation's bounds.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,13 +30,14 @@ _FOLDED = "_xopt_folded"
 
 
 class _Folded:
-    def __init__(self, sources: tuple[Tensor | None, ...], eps: float) -> None:
+    def __init__(self, sources: tuple[Tensor | None, ...], eps: float, affine: tuple[Tensor | None, ...]) -> None:
+        """`affine`: the last of the sources."""
         count_changes(*sources)
         self._sources = sources
         self._versions = _versions(sources)
         self._eps = eps
         mean, variance, weight, bias, *factors, own_bias = (
-            None if each is None else each.double().flatten() for each in sources
+            None if each is None else each.double().flatten() for each in sources[: len(sources) - len(affine)]
         )
         scale = weight
         if variance is not None:
@@ -46,8 +51,19 @@ class _Folded:
         for factor in factors:
             scale = scale if factor is None else scale * factor
             shift = shift if factor is None or shift is None else shift * factor
+        self._factor, self._addend = (float(each) for each in affine if each is not None) if affine else (1.0, 0.0)
+        if affine:
+            assert shift is not None, "only a norm has something behind its activation"
+            scale, shift = scale * self._factor, shift * self._factor + self._addend
         self.scale = scale.float()
         self.shift = None if shift is None else shift.float()
+
+    def bounds(self, low: float, high: float) -> tuple[float, float]:
+        """Those of an activation, with what follows it."""
+        if self._factor == 0.0:
+            return self._addend, self._addend
+        moved = low * self._factor + self._addend, high * self._factor + self._addend
+        return moved if self._factor > 0 else moved[::-1]
 
     def holds(self, sources: tuple[Tensor | None, ...], eps: float) -> bool:
         if self._versions is None or self._eps != eps:
@@ -78,27 +94,44 @@ def forget_folded(module: nn.Module) -> None:
 
 
 def folded(
-    module: nn.Module, own_bias: Tensor | None, norm: tuple[Tensor | None, ...] | None, eps: float
+    module: nn.Module,
+    own_bias: Tensor | None,
+    norm: tuple[Tensor | None, ...] | None,
+    eps: float,
+    affine: tuple[Tensor | None, ...] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Factor and addend for the sums of a layer, whose own bias is in the addend, which is that bias without a norm."""
+    """Factor and addend for the sums of a layer, whose own bias is in the addend, which is that bias without a norm.
+    `affine`: a factor and an addend behind the activation, which then is `bounded`."""
     if norm is None:
         return None, own_bias
-    sources = (*norm, own_bias)
+    sources = (*norm, own_bias, *affine)
     cached: _Folded | None = module.__dict__.get(_FOLDED)
     if cached is None or not cached.holds(sources, eps):
         with torch.no_grad():
-            cached = module.__dict__[_FOLDED] = _Folded(sources, eps)
+            cached = module.__dict__[_FOLDED] = _Folded(sources, eps, affine)
     return cached.scale, cached.shift
 
 
+def bounded(module: nn.Module, after: dict[str, Any]) -> dict[str, Any]:
+    """What follows the sums of a layer whose factor and addend behind the activation have just been folded."""
+    is_clamp = after["activation"] == "clamp"
+    low, high = module.__dict__[_FOLDED].bounds(*((after["alpha"], after["beta"]) if is_clamp else (0.0, math.inf)))
+    return after | {"activation": "clamp", "alpha": low, "beta": high}
+
+
 def fold_seen(
-    seen: Seen, module: nn.Module, norm: tuple[Stored | None, ...] | None, eps: float
+    seen: Seen,
+    module: nn.Module,
+    norm: tuple[Stored | None, ...] | None,
+    eps: float,
+    affine: tuple[Stored, ...] = (),
 ) -> tuple[Given | Part | None, Given | Part | None]:
-    """The same for a chain's call: the operands."""
+    """As `folded`, for a chain's call: the operands."""
     if norm is None:
         return None, seen.parameter(module, "bias")
     sources = tuple(seen.stored(each) for each in norm)
-    scale, shift = folded(module, seen.tensor(module, "bias"), sources, eps)
+    behind = tuple(seen.stored(each) for each in affine)
+    scale, shift = folded(module, seen.tensor(module, "bias"), sources, eps, behind)
     return seen.own(scale), seen.own(shift)
 
 

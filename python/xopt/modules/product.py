@@ -81,7 +81,8 @@ def label(name: str) -> Callable[[dict[str, Any]], str]:
         norm = kwargs.get("norm")
         fused = [] if norm is None or norm[0] is None else ["batch_norm"]
         fused += [] if norm is None or (norm[0] is not None and len(norm) == 4) else ["layer_scale"]
-        fused += [each for each in after if each != "none"]
+        fused += [each for each in after[:1] if each != "none"] + ["affine"] * ("affine" in kwargs)
+        fused += [each for each in after[1:] if each != "none"]
         return "+".join([name, *fused]) if fused else ""
 
     return with_fused
@@ -95,6 +96,7 @@ def finished(
     activation: str = "none",
     alpha: float = 0.0,
     beta: float = 0.0,
+    affine: tuple[torch.Tensor, ...] = (),
     binary: str = "none",
     other: torch.Tensor | None = None,
     activation_last: bool = False,
@@ -112,6 +114,8 @@ def finished(
     if other is not None and activation_last:
         result = BINARY[binary](result, other)
     result = ACTIVATIONS[activation](result, alpha, beta)
+    if affine:
+        result = result * affine[0] + affine[1]
     if other is not None and not activation_last:
         result = BINARY[binary](result, other)
     return result if out_dtype is None else result.to(out_dtype)

@@ -18,7 +18,7 @@ from xopt.graph.record import EXAMPLE
 from xopt.modules.base import result_dtype
 from xopt.modules.computed_weight import weight_of
 from xopt.modules.conv import PackedConv, conv, packed_weight
-from xopt.modules.folded_norm import folded
+from xopt.modules.folded_norm import bounded, folded
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.pattern import Pattern, calls, is_call, only_user, replace, step
 from xopt.modules.product import is_for_torch, label
@@ -113,6 +113,7 @@ def upsampled_conv(
     *,
     norm: tuple[Tensor | None, ...] | None = None,
     eps: float = 0.0,
+    affine: tuple[Tensor, ...] = (),
     other: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     **after: Any,
@@ -131,11 +132,13 @@ def upsampled_conv(
     packed = weight is not None and not weight.place.packed.is_inference()
     if not fits or not packed or is_for_torch(input, bias):
         image = interpolate(input, scale_factor=2.0)
-        return conv(module, image, norm=norm, eps=eps, other=other, out_dtype=out_dtype, **after)
+        after |= {"affine": affine, "other": other, "out_dtype": out_dtype}
+        return conv(module, image, norm=norm, eps=eps, **after)
     sums = _sums_of(module)
     scale = None
     if norm is not None:
-        scale, bias = folded(module, bias, norm, eps)
+        scale, bias = folded(module, bias, norm, eps, affine)
+        after = bounded(module, after) if affine else after
     ones = [1] * dims
     return _conv_transpose(  # type: ignore[no-any-return]
         input,
