@@ -162,6 +162,21 @@ def test_slices_and_chunks_that_are_short_or_empty(size: int) -> None:
             check(x, "chunked", 1, chunks, place)
 
 
+@pytest.mark.parametrize("images", [1, 2])
+def test_rows_that_are_an_image_are_joined_with_the_channels_last(images: int) -> None:
+    """Also of one image, whose distance to the next is anything."""
+    rows, other = torch.randn(images, 12, 8), torch.randn(images, 5, 3, 4).contiguous(memory_format=torch.channels_last)
+    calls = (
+        ("transpose", Given(0), 1, 2),
+        ("reshape", Result(0), [images, 8, 3, 4]),
+        ("concat", (Result(1), Given(1)), 1),
+    )
+    text = calls_text([call_text(op, arguments) for op, *arguments in calls], [Result(2)])
+    (result,) = ops.chain([rows, other], text)
+    assert torch.equal(result, torch.cat([rows.transpose(1, 2).reshape(images, 8, 3, 4), other], 1))
+    assert result.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_views_of_nothing() -> None:
     x = torch.empty(0, 4, 6)
     for op, *arguments in (("reshape", [0, 24]), ("flatten", 0, 1), ("permute", [2, 0, 1]), ("narrow", 1, 1, 2)):

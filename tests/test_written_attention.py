@@ -94,6 +94,21 @@ def windows_of_images(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     return attended
 
 
+def values_in_columns(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As EfficientViT has it."""
+    weights = (q @ k.transpose(-2, -1) * DEPTH**-0.5 + mask).softmax(-1)
+    attended: Tensor = v.transpose(-2, -1) @ weights.transpose(-2, -1)
+    return attended.transpose(-2, -1)
+
+
+def columns_of_three_dimensions(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As SAGAN and CompVis' autoencoders have it."""
+    query, key, value = (each.flatten(0, 1).transpose(1, 2) for each in (q, k, v))
+    weights = torch.softmax(torch.bmm(query.permute(0, 2, 1), key) * DEPTH**-0.5, dim=2)
+    attended: Tensor = torch.bmm(value, weights.permute(0, 2, 1))
+    return attended.transpose(1, 2).view(-1, HEADS, *attended.transpose(1, 2).shape[1:])
+
+
 def one_factor_a_head(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """As in the second Swin."""
     scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
@@ -189,6 +204,17 @@ def scaled_after_the_mask(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Te
     return ((q @ k.transpose(-2, -1) + mask) * 0.25).softmax(-1) @ v
 
 
+def columns_of_queries(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """No attention: values are summed over queries."""
+    attended: Tensor = v.transpose(-2, -1) @ (q @ k.transpose(-2, -1)).softmax(-1)
+    return attended.transpose(-2, -1)
+
+
+def columns_are_returned(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    weights = (q @ k.transpose(-2, -1)).softmax(-1).transpose(-2, -1)
+    return (v.transpose(-2, -1) @ weights).transpose(-2, -1), weights
+
+
 def between_softmax_and_values(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).softmax(-1).square() @ v
 
@@ -197,10 +223,11 @@ FOUND = (
     *(as_in_nano_gpt, scaled_query, divided_and_in_fp32, einsum_with_a_finite_fill, two_masks, three_dimensions),
     *(windows_of_an_image, windows_of_images, one_factor_a_head, five_dimensions, flat_and_seen_by_heads),
     *(flat_with_a_bias_in_the_product, kept_where, einsum_with_a_transposed_key, scores_in_fp32, heads_with_biases),
+    *(values_in_columns, columns_of_three_dimensions),
 )
 OTHERS = (
     *(weights_are_returned, softmax_over_queries, adds_booleans, sum_of_two_products, scaled_after_the_mask),
-    *(between_softmax_and_values, one_factor_an_image, flat_and_looked_at),
+    *(between_softmax_and_values, one_factor_an_image, flat_and_looked_at, columns_of_queries, columns_are_returned),
 )
 
 

@@ -2,7 +2,8 @@
 // isa: scalar
 //
 // Runs are copied by memcpy, which is written for each CPU. Long ones are cut, so that threads share them: a cache of a
-// language model is a few runs, each as long as all that was said before.
+// language model is a few runs, each as long as all that was said before. Where a part lies otherwise than the result, runs
+// are single elements, and one after the other has to cost no more than a load and a store.
 #include "kernels/concat.h"
 
 #include <cstring>
@@ -20,21 +21,67 @@ constexpr int64_t kPieceBytes = 16384;
 
 int64_t runs_of(const CopiedRuns& part) { return part.size[0] * part.size[1] * part.size[2]; }
 
-// The thread's share of a part.
-void copy(const CopiedRuns& part, void* to, int64_t thread, int64_t count) {
-  const int64_t pieces = ceil_div(part.run_bytes, kPieceBytes), items = runs_of(part) * pieces;
-  const int64_t end = items * (thread + 1) / count;
-  for (int64_t i = items * thread / count; i < end; ++i) {
-    const int64_t begin = i % pieces * kPieceBytes;
-    int64_t run = i / pieces, from_at = begin, to_at = part.at + begin;
+// Where a run lies.
+struct Place {
+  Place(const CopiedRuns& part, void* out, int64_t run)
+      : from(static_cast<const uint8_t*>(part.from)), to(static_cast<uint8_t*>(out) + part.at) {
     for (int dim = CopiedRuns::kDims - 1; dim >= 0; --dim) {
-      from_at += run % part.size[dim] * part.from_stride[dim];
-      to_at += run % part.size[dim] * part.to_stride[dim];
+      from += run % part.size[dim] * part.from_stride[dim];
+      to += run % part.size[dim] * part.to_stride[dim];
       run /= part.size[dim];
     }
-    std::memcpy(static_cast<uint8_t*>(to) + to_at, static_cast<const uint8_t*>(part.from) + from_at,
-                static_cast<size_t>(minimum(kPieceBytes, part.run_bytes - begin)));
   }
+  const uint8_t* from;
+  uint8_t* to;
+};
+
+void copy_pieces(const CopiedRuns& part, void* to, int64_t begin, int64_t end) {
+  const int64_t pieces = ceil_div(part.run_bytes, kPieceBytes);
+  for (int64_t i = begin; i < end; ++i) {
+    const Place place(part, to, i / pieces);
+    const int64_t first = i % pieces * kPieceBytes;
+    std::memcpy(place.to + first, place.from + first,
+                static_cast<size_t>(minimum(kPieceBytes, part.run_bytes - first)));
+  }
+}
+
+// Copies runs by one(from, to), those along the innermost dimension one after the other.
+template <class One>
+void copy_runs(const CopiedRuns& part, void* to, int64_t begin, int64_t end, const One& one) {
+  constexpr int kInner = CopiedRuns::kDims - 1;
+  for (int64_t run = begin; run < end;) {
+    Place place(part, to, run);
+    const int64_t line_end = minimum(end, run + part.size[kInner] - run % part.size[kInner]);
+    for (; run < line_end; ++run, place.from += part.from_stride[kInner], place.to += part.to_stride[kInner]) {
+      one(place.from, place.to);
+    }
+  }
+}
+
+template <size_t kBytes>
+void copy_elements(const CopiedRuns& part, void* to, int64_t begin, int64_t end) {
+  copy_runs(part, to, begin, end, [](const uint8_t* from, uint8_t* element) { std::memcpy(element, from, kBytes); });
+}
+
+// The thread's share of a part.
+void copy(const CopiedRuns& part, void* to, int64_t thread, int64_t count) {
+  const int64_t items = runs_of(part) * ceil_div(part.run_bytes, kPieceBytes);
+  const int64_t begin = items * thread / count, end = items * (thread + 1) / count;
+  switch (part.run_bytes) {
+    case 1:
+      return copy_elements<1>(part, to, begin, end);
+    case 2:
+      return copy_elements<2>(part, to, begin, end);
+    case 4:
+      return copy_elements<4>(part, to, begin, end);
+    case 8:
+      return copy_elements<8>(part, to, begin, end);
+    default:
+      break;
+  }
+  if (part.run_bytes > kPieceBytes) return copy_pieces(part, to, begin, end);
+  const auto bytes = static_cast<size_t>(part.run_bytes);
+  copy_runs(part, to, begin, end, [=](const uint8_t* from, uint8_t* run) { std::memcpy(run, from, bytes); });
 }
 
 void concat(const ConcatCall& call) {

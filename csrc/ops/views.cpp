@@ -80,6 +80,13 @@ bool find_strides(const Tensor& tensor, Dims* dims) {
     stride *= dims->sizes[i];
     left /= dims->sizes[i];
   }
+  // One image is as far from the next as it would be among several: by a stride within it, which torch gives and nothing
+  // is read by, joins would not take it for one whose channels are last.
+  if (dims->count >= 4 && dims->sizes[0] == 1) {
+    for (int64_t i = 1; i < dims->count; ++i) {
+      dims->strides[0] = std::max(dims->strides[0], dims->sizes[i] * dims->strides[i]);
+    }
+  }
   return true;
 }
 

@@ -1,4 +1,8 @@
-"""Attention that a forward writes out (a product, a softmax, another product), found and given to xopt's kernel."""
+"""Attention that a forward writes out (a product, a softmax, another product), found and given to xopt's kernel.
+
+The last product may also be that of the transposed values with the transposed weights, as forwards have it that keep
+channels before positions (SAGAN, CompVis' autoencoders, EfficientViT).
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ from xopt.modules.pattern import (
     only_reader,
     only_user,
     operands,
+    permutation,
     put_in_place,
     shape_of,
 )
@@ -44,6 +49,8 @@ class _Written(NamedTuple):
     """As [..., keys, depth]; `key_is_transposed` says that it stands as [..., depth, keys]."""
     key_is_transposed: bool
     value: Node
+    """As [..., keys, depth], or, where `gives_columns`, as [..., depth, keys], as the result has the queries."""
+    gives_columns: bool
     scale: Any
     factors: list[Node]
     """One for each head, which the query is multiplied by beforehand."""
@@ -77,7 +84,10 @@ def _attention(node: Node) -> _Written | None:
     if factors is None or dims < 3:
         return None
     weights, value = factors
-    softmax = _through_casts(weights)
+    columns = _transposed(value)
+    if columns is not None and is_call(_through_casts(columns), *SOFTMAX):
+        weights, value = value, weights
+    softmax = _through_casts(columns if weights is not factors[0] else weights)
     softmax = _through_casts(_seen_as(softmax, 4)) or softmax if dims == 3 else softmax
     if not is_call(softmax, *SOFTMAX) or only_reader(softmax) is None or not is_along_last(softmax):
         return None
@@ -112,8 +122,26 @@ def _attention(node: Node) -> _Written | None:
     of_heads = [factor for factor in scale if isinstance(factor, Node)]
     flat_masks = 0 if heads is None else len(masks) - outer_masks
     return _Written(
-        query, key, transposed, value, float(math.prod(numbers)), of_heads, masks[::-1], heads, flat_masks, passed
+        query,
+        key,
+        transposed,
+        value,
+        weights is not factors[0],
+        float(math.prod(numbers)),
+        of_heads,
+        masks[::-1],
+        heads,
+        flat_masks,
+        passed,
     )
+
+
+def _transposed(node: Any) -> Any:
+    """What a change of the last two dimensions with each other is of, if nobody else wants it."""
+    if not isinstance(node, Node) or only_reader(node) is None:
+        return None
+    last = len(shape_of(node)) - 1
+    return node.args[0] if permutation(node) == (*range(last - 1), last, last - 1) else None
 
 
 def _before_softmax(node: Any, softmax: Node) -> list[Node]:
@@ -296,18 +324,21 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
         query = found.query
         for factor in found.factors:
             query = method("to", call(torch.mul, query, factor), dtype_of(query))
-        tensors = [query, key, found.value]
+        value = method("transpose", found.value, -2, -1) if found.gives_columns else found.value
+        tensors = [query, key, value]
         if found.heads is not None:
             tensors = [call(with_heads, tensor, *found.heads) for tensor in tensors]
         mask: Any = None
-        for place, (kind, each, value) in enumerate(found.masks):
+        for place, (kind, each, filling) in enumerate(found.masks):
             if place < found.flat_masks:
                 each = call(with_heads, each, *(found.heads or ()))
-            added = each if (kind, value) == ("add", None) else call(as_mask, kind, each, value)
+            added = each if (kind, filling) == ("add", None) else call(as_mask, kind, each, filling)
             mask = added if mask is None else call(join_masks, mask, added)
         result = put_attention(graph, tensors, mask, dtype_of(node), causal=False, scale=found.scale)
         if found.heads is not None:
             result = method("flatten", result, 0, 1)
+        if found.gives_columns:
+            result = method("transpose", described(result), -2, -1)
     put_in_place(graph, node, result)
 
 
