@@ -12,8 +12,8 @@
 // column's zero point, and padding is the input's: the sums of rows and columns then are right as they are, at borders
 // too.
 //
-// Narrow groups of floats, of which several fill a vector, are summed as depthwise ones are (tiles have no such lanes):
-// "conv" hands them to "conv_depthwise" (kernels/narrow_sums.h).
+// Narrow groups of floats, of which several fill a vector, are summed as depthwise ones are, but for most with tiles: "conv"
+// hands them to "conv_depthwise" (kernels/narrow_sums.h).
 //
 // Depthwise: a group for each channel. Its packed weight is the matrix [channels, positions], whose tiles hold 16
 // channels of a position side by side, as the sums over positions want them.

@@ -22,6 +22,7 @@ inline bool has_narrow_groups(const ConvCall& call) {
   return fills && (call.products == 1 || call.product_columns == kPanelColumns);
 }
 
+// Whether they are narrow, and have been computed.
 inline bool conv_narrow(const ConvCall& call) {
   static Kernel<ConvFn> kernel("conv_depthwise", "f32");
   const DType input = call.input.dtype, weight = call.weight.dtype;
