@@ -84,10 +84,11 @@ def _attention(node: Node) -> _Written | None:
     if factors is None or dims < 3:
         return None
     weights, value = factors
-    columns = _transposed(value)
-    if columns is not None and is_call(_through_casts(columns), *SOFTMAX):
+    of_columns = _transposed(value)
+    gives_columns = of_columns is not None and is_call(_through_casts(of_columns), *SOFTMAX)
+    if gives_columns:
         weights, value = value, weights
-    softmax = _through_casts(columns if weights is not factors[0] else weights)
+    softmax = _through_casts(of_columns if gives_columns else weights)
     softmax = _through_casts(_seen_as(softmax, 4)) or softmax if dims == 3 else softmax
     if not is_call(softmax, *SOFTMAX) or only_reader(softmax) is None or not is_along_last(softmax):
         return None
@@ -126,7 +127,7 @@ def _attention(node: Node) -> _Written | None:
         key,
         transposed,
         value,
-        weights is not factors[0],
+        gives_columns,
         float(math.prod(numbers)),
         of_heads,
         masks[::-1],
