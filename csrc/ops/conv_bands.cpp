@@ -38,7 +38,7 @@ int64_t line_products(const ReadyConv& conv) {
   const ConvCall& call = conv.call;
   const PatchesView& v = call.input;
   const int64_t channels = conv.depthwise || conv.is_max_pool ? 1 : v.channels;
-  const int64_t columns = call.products * call.product_columns + conv.rest_columns;
+  const int64_t columns = call.products * call.product_columns + conv.rest_groups * call.group_out;
   return line_positions(v) * columns * channels * v.kernel[1] * v.kernel[2];
 }
 

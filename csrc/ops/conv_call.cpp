@@ -64,10 +64,10 @@ ConvCall rest_call(const ReadyConv& conv) {
   const int64_t packed_column = rest.products * round_up(rest.product_columns, kPanelColumns);
   PatchesView& v = rest.input;
   v.data = static_cast<const uint8_t*>(v.data) + rest.products * v.channels * dtype_size(v.dtype);
-  v.channels = conv.rest_channels;
+  v.channels = conv.rest_groups * rest.group_in;
   rest.products = 1;
-  rest.product_columns = conv.rest_columns;
-  rest.weight = rest.weight.columns(packed_column, conv.rest_columns);
+  rest.product_columns = conv.rest_groups * rest.group_out;
+  rest.weight = rest.weight.columns(packed_column, rest.product_columns);
   rest.weight.k = v.kernel[0] * v.kernel[1] * v.kernel[2] * v.channels;
   rest.weight.k_tiles = ceil_div(rest.weight.k, packed_tile_k(rest.weight.dtype));
   rest.epilogue = rest.epilogue.from_column(columns);
@@ -177,8 +177,7 @@ ReadyConv ready_conv(const ConvCall& call, const Tensor& input, const ConvLayout
     conv.call.group_in = layout.group_in;
     conv.call.group_out = layout.group_out();
   }
-  conv.rest_columns = layout.rest() * layout.group_out();
-  conv.rest_channels = layout.rest() * layout.group_in;
+  conv.rest_groups = layout.rest();
   conv.is_product = is_product(call.input, layout) && (input.numel() == 0 || collapse_positions(input, &conv.rows));
   conv.rows.data = call.input.data;
   conv.rows.dtype = call.input.dtype;
@@ -206,7 +205,7 @@ void run_ready(const ReadyConv& conv) {
   }
   if (conv.depthwise) return run_depthwise(call);
   run_products(call);
-  if (conv.rest_columns > 0) run_products(rest_call(conv));
+  if (conv.rest_groups > 0) run_products(rest_call(conv));
 }
 
 }  // namespace xopt::ops

@@ -55,7 +55,7 @@ struct ReadyConv {
   bool depthwise = false, is_product = false;
   RowsView rows{};
   bool is_max_pool = false;
-  int64_t rest_columns = 0, rest_channels = 0;  // of the groups that are too few for a product like the others
+  int64_t rest_groups = 0;  // which are too few for a product like the others
 };
 void run_ready(const ReadyConv& conv);
 

@@ -21,9 +21,8 @@ from torch.fx import Node
 
 from xopt.modules.chain import Seen, Stored
 from xopt.modules.counted_parameter import asking_quickly, count_changes
-from xopt.modules.pattern import argument, dtype_of
+from xopt.modules.pattern import argument, is_stored
 from xopt.ops.chain import Given, Part
-from xopt.ops.fakes import FLOATING
 
 _ARGUMENTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
 _FOLDED = "_xopt_folded"
@@ -31,13 +30,12 @@ _FOLDED = "_xopt_folded"
 
 class _Folded:
     def __init__(self, sources: tuple[Tensor | None, ...], eps: float, affine: tuple[Tensor | None, ...]) -> None:
-        """`affine`: the last of the sources."""
-        count_changes(*sources)
-        self._sources = sources
-        self._versions = _versions(sources)
+        self._sources = (*sources, *affine)
+        count_changes(*self._sources)
+        self._versions = _versions(self._sources)
         self._eps = eps
         mean, variance, weight, bias, *factors, own_bias = (
-            None if each is None else each.double().flatten() for each in sources[: len(sources) - len(affine)]
+            None if each is None else each.double().flatten() for each in sources
         )
         scale = weight
         if variance is not None:
@@ -104,9 +102,9 @@ def folded(
     `affine`: a factor and an addend behind the activation, which then is `bounded`."""
     if norm is None:
         return None, own_bias
-    sources = (*norm, own_bias, *affine)
+    sources = (*norm, own_bias)
     cached: _Folded | None = module.__dict__.get(_FOLDED)
-    if cached is None or not cached.holds(sources, eps):
+    if cached is None or not cached.holds((*sources, *affine), eps):
         with torch.no_grad():
             cached = module.__dict__[_FOLDED] = _Folded(sources, eps, affine)
     return cached.scale, cached.shift
@@ -154,4 +152,4 @@ def norm_of(node: Node) -> dict[str, Any] | None:
 
 
 def _is_constant(node: Any) -> bool:
-    return node is None or (isinstance(node, Node) and node.op == "get_attr" and dtype_of(node) in FLOATING)
+    return node is None or is_stored(node)

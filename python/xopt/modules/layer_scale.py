@@ -30,6 +30,7 @@ from xopt.modules.pattern import (
     dtype_of,
     is_call,
     is_cast,
+    is_stored,
     is_stored_vector,
     only_user,
     orders,
@@ -39,7 +40,6 @@ from xopt.modules.pattern import (
     shape_of,
 )
 from xopt.modules.written_batch_norm import is_one_a_channel, vector_of
-from xopt.ops.fakes import FLOATING
 
 _VIEWS = ("view", "reshape", "unsqueeze", torch.reshape, torch.unsqueeze)
 
@@ -89,8 +89,7 @@ def _scaled_norm(norm: Any, vector: Any) -> tuple[Any, ...] | None:
 def _channel_vector(factor: Any, image: Node) -> Any:
     """The parameter that a factor is which has one value for each of an image's channels."""
     stored = vector_of(factor)
-    is_stored = isinstance(stored, Node) and stored.op == "get_attr" and dtype_of(stored) in FLOATING
-    return stored if is_stored and is_one_a_channel(factor, image) else None
+    return stored if is_stored(stored) and is_one_a_channel(factor, image) else None
 
 
 class ImageResidual(Pattern):

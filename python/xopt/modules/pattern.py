@@ -283,10 +283,14 @@ def all_of_weights(graph: Graph) -> set[Node]:
     return found
 
 
+def is_stored(node: Any) -> bool:
+    """Whether it is a parameter or a buffer of floats."""
+    return isinstance(node, Node) and node.op == "get_attr" and dtype_of(node) in FLOATING
+
+
 def is_stored_vector(node: Any) -> bool:
-    """Whether it is a parameter or a buffer of one dimension."""
-    stored = isinstance(node, Node) and node.op == "get_attr" and len(shape_of(node)) == 1
-    return stored and dtype_of(node) in FLOATING
+    """The same of one dimension."""
+    return is_stored(node) and len(shape_of(node)) == 1
 
 
 def come_before(node: Node, sources: Iterable[Any]) -> bool:

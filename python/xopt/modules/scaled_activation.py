@@ -24,13 +24,13 @@ from xopt.modules.pattern import (
     Pattern,
     calls,
     dtype_of,
+    is_stored,
     only_user,
     orders,
     replace,
     shape_of,
     without_casts,
 )
-from xopt.ops.fakes import FLOATING
 
 
 class ScaledActivation(Pattern):
@@ -71,5 +71,4 @@ def _is_bounded(node: Any) -> bool:
 def _one_value(node: Any) -> Any:
     """The parameter of one value that a factor or addend is."""
     stored = without_casts(node)
-    is_stored = isinstance(stored, Node) and stored.op == "get_attr" and dtype_of(stored) in FLOATING
-    return stored if is_stored and shape_of(stored) and math.prod(shape_of(stored)) == 1 else None
+    return stored if is_stored(stored) and shape_of(stored) and math.prod(shape_of(stored)) == 1 else None

@@ -38,10 +38,9 @@ def matrix_of(op: str, name: str, sizes: Sequence[Size], groups: int) -> tuple[S
     if merged * group_out < columns and groups // products * products == groups:
         merged = groups // products
     padded = ceil_div(merged * group_out, _PANEL) * _PANEL
-    alike = groups // merged
-    rest = groups - alike * merged
-    rows = alike * padded + rest * group_out if rest > 0 else (alike - 1) * padded + merged * group_out
-    return rows, positions * merged * group_in
+    rest = groups - groups // merged * merged
+    last = rest if rest > 0 else merged
+    return (ceil_div(groups, merged) - 1) * padded + last * group_out, positions * merged * group_in
 
 
 def output_sizes(
