@@ -84,3 +84,52 @@ def test_pairs_that_are_not_packed_as_such_have_the_sources_dtype(dtype: torch.d
         for got, exact in zip(optimized(x), source(x), strict=True):
             assert got.dtype == torch.float32
             assert (got - exact).norm() < 1e-2 * exact.norm()
+
+
+class Scores(nn.Module):
+    """Attention whose scores a forward wants in fp32, with a column beside them that is in none of the dtypes of the
+    rest."""
+
+    def __init__(self, recorded: bool, form: str, autocast_is_off: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.sink = nn.Parameter(torch.randn(1, 1, 1))
+        self.recorded, self.form, self.autocast_is_off = recorded, form, autocast_is_off
+
+    def product(self, x: Tensor) -> Tensor:
+        left, right = x.float(), x.transpose(1, 2).float()
+        if self.form == "baddbmm":
+            return torch.baddbmm(torch.zeros(1), left, right)
+        return torch.einsum("bik,bkj->bij", left, right) if self.form == "einsum" else left @ right
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        if not self.recorded and float(y.sum()) > 1e9:
+            return y
+        if self.autocast_is_off:
+            with torch.autocast("cpu", enabled=False):
+                scores = self.product(y) * 0.5
+        else:
+            scores = self.product(y) * 0.5
+        return torch.cat([scores, self.sink.float().expand(*scores.shape[:-1], 1)], dim=-1).softmax(-1)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("form", "autocast_is_off"), [("@", True), ("@", False), ("einsum", True), ("baddbmm", True), ("einsum", False)]
+)
+@torch.no_grad()
+def test_products_of_activations(form: str, autocast_is_off: bool, recorded: bool) -> None:
+    torch.manual_seed(0)
+    source = Scores(recorded, form, autocast_is_off).eval()
+    optimized = xopt.optimize(source, dtype=torch.bfloat16)
+    for rows in (5, 7, 5):
+        x = torch.randn(2, rows, WIDTH)
+        y = torch.relu(functional.linear(x.bfloat16().float(), *map(Tensor.float, optimized.first.parameters())))
+        got = optimized(x)
+        errors = []
+        for inside in (y, y.bfloat16().float()):  # a cast that the layer takes along rounds nothing
+            scores = inside @ inside.transpose(1, 2) * 0.5
+            scores = torch.cat([scores, optimized.sink.float().expand(2, rows, 1)], dim=-1)
+            errors.append(float((got - scores.softmax(-1)).abs().max()))
+        assert min(errors) < 2e-4, errors

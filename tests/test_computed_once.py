@@ -65,8 +65,18 @@ class OfLayers(Biased):
 
 class OfTheInput(Biased):
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.table[self.index[: x.shape[1]].view(-1)].view(x.shape[1], len(self.index), -1)
+        rows = self.table[(x[0, :, :6] > 0).long()]
         return self.second(self.first(x).relu()).unsqueeze(1) + rows.permute(2, 0, 1)  # type: ignore[no-any-return]
+
+
+class OfItsSizes(Biased):
+    """Of how many rows the input has, also as its first layer's result tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x).relu())
+        places = torch.arange(y.shape[1], device=x.device)
+        distances = (places[:, None] - torch.arange(len(self.index))[None]).abs().float().log1p()
+        return y.unsqueeze(1) + self.table[:2, :1, None] * torch.where(distances > 1, distances, 0.0)  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -92,8 +102,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 X = torch.randn(3, 6, 64)
 
 
-def optimized(source: nn.Module, **options: Any) -> Any:
-    return xopt.optimize(source.eval(), sample_input=X, **options)
+def optimized(source: nn.Module, sample: Tensor = X, **options: Any) -> Any:
+    return xopt.optimize(source.eval(), sample_input=sample, **options)
 
 
 @torch.no_grad()
@@ -240,6 +250,49 @@ def test_not_what_leaves_the_forward_nor_what_depends_on_it(kind: type[Biased], 
     for x in (X, X[:, :6], X):
         torch.testing.assert_close(model(x), source(x))
     assert computed == [0]
+
+
+@torch.no_grad()
+def test_of_sizes_once_for_each(computed: list[int]) -> None:
+    source = OfItsSizes(width=256)
+    model = optimized(source, sample=torch.randn(3, 6, 256))
+    count = computed[0]
+    for rows, more in ((6, 0), (4, 1), (6, 0), (5, 1), (3, 1), (2, 1), (2, 0), (6, 1), (2, 0)):
+        x = torch.randn(2, rows, 256)
+        torch.testing.assert_close(model(x), source(x))
+        count += more
+        assert computed == [count], rows
+    for each in (source, model):
+        each.table.add_(1.0)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), source(x))
+    assert computed == [count + 1]
+
+
+@torch.no_grad()
+def test_of_sizes_no_more_than_a_part_of_the_weights(computed: list[int]) -> None:
+    source = OfItsSizes(length=20)
+    model = xopt.optimize(source.eval(), sample_input=torch.randn(1, 2, 64))
+    few, many = torch.randn(1, 2, 64), torch.randn(1, 200, 64)
+    count = computed[0]
+    for x, more in ((few, 0), (many, 1), (many, 1), (few, 0)):
+        torch.testing.assert_close(model(x), source(x))
+        count += more
+        assert computed == [count]
+
+
+@torch.no_grad()
+def test_what_parts_are_written_to_is_made_anew(computed: list[int]) -> None:
+    class Written(Biased):
+        def forward(self, x: Tensor) -> Tensor:
+            sums = torch.zeros(1, x.shape[1], 6)
+            sums[:, 0] = x.sum((0, 1))[:6]
+            return self.second(self.first(x).relu()) + sums  # type: ignore[no-any-return]
+
+    source = Written()
+    model = optimized(source)
+    for x in (X, X + 1, X):
+        torch.testing.assert_close(model(x), source(x))
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +31,16 @@ CASTS = ("float", "to", "type")  # a tensor's methods that change its dtype to f
 def widens(source: torch.dtype, result: torch.dtype) -> bool:
     """Whether a change of dtype makes fp32 of what autocast computes in."""
     return source in (torch.bfloat16, torch.float16) and result == torch.float32
+
+
+@contextlib.contextmanager
+def without_autocast(on: bool = True) -> Iterator[None]:
+    before = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", before and not on)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before)
 
 
 class _Own(threading.local):

@@ -13,7 +13,9 @@ _FRESH = frozenset(
         *("linear", "matmul", "add", "mul", "sub", "layer_norm", "bmm", "cat", "zeros_like"),
         *("truediv", "div", "pow", "exp", "softmax", "gelu", "masked_fill", "where", "zeros", "ones", "full", "arange"),
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
-        *("conv_transpose", "interpolate", "gather", "scatter", "sum", "mean", "sigmoid", "abs"),
+        *("conv_transpose", "interpolate", "gather", "scatter", "sum", "mean", "sigmoid", "abs", "rms_norm"),
+        *("rotary", "scaled_dot_product_attention", "attention_in_parts", "attention_step"),
+        *("merged_linear", "linear_norm"),
     }
 )
 # And these, whose parts may be written to: no pattern takes them for another.
@@ -60,5 +62,22 @@ def is_read_after(memory: Node, change: Node, places: dict[Node, int]) -> bool:
         if user is change or name_of(user.target) in ("size", "expect"):
             continue
         if places[user] > places[change] or (not is_fresh(user.target) and is_read_after(user, change, places)):
+            return True
+    return False
+
+
+def is_written_to(node: Node) -> bool:
+    """Whether a part of a step's result is written to where it lies: it, or what it is a view of, is a blank tensor."""
+    memory = memory_of(node)
+    while memory is not None and name_of(memory.target) == "with_part":
+        memory = memory_of(memory.args[0]) if isinstance(memory.args[0], Node) else None
+    return memory is not None and _has_parts_written(memory)
+
+
+def _has_parts_written(node: Node) -> bool:
+    for user in node.users:
+        if name_of(user.target) == "with_part" and user.args[0] is node:
+            return True
+        if name_of(user.target) in _VIEWS and user.args[0] is node and _has_parts_written(user):
             return True
     return False

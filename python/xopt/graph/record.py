@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from xopt.graph.autocast import CASTS, is_own, widens
+from xopt.graph.autocast import CASTS, is_own, widens, without_autocast
 from xopt.graph.branch import has_dtype, is_told_by_arguments, truth
 from xopt.graph.constants import Constants, are_same, values_in
 from xopt.graph.fresh import is_blank, is_read_after, memory_of
@@ -67,11 +67,17 @@ _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.i
 in_floats: dict[Any, Callable[..., Any]] = {}
 """By function: what computes it in fp32 under autocast, where a forward has itself made its first argument fp32."""
 
+WITHOUT_AUTOCAST = "without autocast"  # of a step in a part of a forward that turned it off
+
+told_by_result: set[Any] = set()
+"""Functions of which patterns see at a result in fp32 that they were so computed under autocast."""
+
 
 class Recorder:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.graph = Graph()
+        self._autocasts = torch.is_autocast_enabled("cpu")
         self._paths = {id(module): path for path, module in root.named_modules()}
         self._tensors: dict[int, tuple[str, str]] = {}
         for path, module in root.named_modules():
@@ -113,9 +119,11 @@ class Recorder:
         name = getattr(function, "__name__", "")
         if writes(name):
             return self.in_place(without_writing(name), *args, **kwargs)
-        if function in in_floats and is_own() and self._was_widened(args[0] if args else None):
+        first = next((each for each in args if type(each) is Symbol), None)
+        asks_for_floats = is_own() and self._was_widened(first)
+        if asks_for_floats and function in in_floats:
             function = in_floats[function]
-        with self._noting_errors():
+        with self._noting_errors(), without_autocast(asks_for_floats and function in told_by_result):
             example = self.evaluate(function, args, kwargs)
         if getattr(torch.Tensor, name, None) is function:  # also where a parameter stands left of the operator
             return self.record("call_method", name, args, kwargs, example)
@@ -212,6 +220,8 @@ class Recorder:
     def record(self, op: str, target: Any, args: Any, kwargs: Any, example: Any) -> Any:
         node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
         node.meta[EXAMPLE] = description_of(example)
+        if self._autocasts and not torch.is_autocast_enabled("cpu"):
+            node.meta[WITHOUT_AUTOCAST] = True
         if type(example) in (tuple, list) and length_follows_sizes(node):
             self._expect(has_length, (node, len(example)), True)
         return self._wrap(node, example)

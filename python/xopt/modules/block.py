@@ -185,7 +185,7 @@ class Programs:
 def apply_patterns(recorder: Recorder, config: Config) -> list[str]:
     """Tries all of them; what came of it, in words."""
     for pattern in sorted(Pattern.__subclasses__(), key=lambda pattern: (pattern.stage, pattern.__name__)):
-        if getattr(config, pattern.switch):
+        if pattern.switch is None or getattr(config, pattern.switch):
             pattern.rewrite(recorder.graph)
             remove_unused(recorder.graph)
     return fused_steps(recorder.graph)

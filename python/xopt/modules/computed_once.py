@@ -1,6 +1,7 @@
-"""What a forward computes from its module's parameters alone: computed once, and again when one of the parameters has
-changed. Swin looks biases of relative positions up in a table, DeBERTa's layers multiply embeddings of such positions,
-DETR's those of its queries.
+"""What a forward computes from its module's parameters and from sizes alone: computed once for the same sizes, and
+again when one of the parameters has changed. Swin looks biases of relative positions up in a table, DeBERTa's layers
+multiply embeddings of such positions, DETR's those of its queries; language models make a mask, and the angles of a
+rotation, of how many tokens there are.
 
 Only little of it: what is kept is memory beside the weights.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -17,17 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from xopt.graph.fresh import is_written_to
 from xopt.graph.late import EFFECT
 from xopt.graph.program import generate
 from xopt.graph.record import EXAMPLE
 from xopt.graph.signature import TENSORS
 from xopt.graph.steps import KIND, Described
 from xopt.modules.counted_parameter import asking_quickly, count_changes
+from xopt.modules.early_sizes import early_number
 from xopt.modules.packed_parameter import PackedParameter
 from xopt.modules.pattern import (
     Pattern,
     is_call,
     is_cast,
+    is_view,
     leaves,
     put_in_place,
     readers,
@@ -37,6 +42,7 @@ from xopt.modules.pattern import (
 from xopt.modules.told_sizes import is_told_size
 
 _PARTS = 25  # of a program's weights, of which one may be kept
+_MOST_SIZES = 4  # for which one result is kept
 
 
 class ComputeOnce(Pattern):
@@ -46,47 +52,72 @@ class ComputeOnce(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         room = sum(map(_bytes_of, graph.find_nodes(op="get_attr"))) // _PARTS
-        kept = _that_fit(_of_weights(graph), room)
+        known = _known(graph)
+        kept = _that_fit(known, room)
         for node in [each for each in graph.nodes if each in kept]:
-            _put(graph, node)
+            _put(graph, node, known, room * _bytes_of(node) // max(1, sum(map(_bytes_of, kept))))
 
 
-def _that_fit(of_weights: dict[Node, None], room: int) -> set[Node]:
+def _that_fit(known: dict[Node, bool], room: int) -> set[Node]:
     """Of results that others want as many as there is room for. In place of one that is too large, what it is made
     of."""
     kept = set[Node]()
-    waiting = [node for node in of_weights if any(reader not in of_weights for reader in readers(node))]
+    wanted = (node for node in known if any(reader not in known for reader in readers(node)))
+    waiting = list(dict.fromkeys(_seen_in_several(node) for node in wanted))
     while waiting:
         node = min(waiting, key=_bytes_of)
         waiting.remove(node)
-        if not isinstance(node.meta.get(EXAMPLE), Described) or not _computes(node) or leaves(node):
+        if not _can_be_kept(node):
             continue
         if _bytes_of(node) <= room:
             kept.add(node)
             room -= _bytes_of(node)
         else:
-            waiting += [each for each in node.all_input_nodes if each in of_weights and each not in {*waiting, *kept}]
+            waiting += [each for each in node.all_input_nodes if each in known and each not in {*waiting, *kept}]
     return kept
 
 
-def _of_weights(graph: Graph) -> dict[Node, None]:
-    """The tensors that parameters and buffers are, or that are made of these alone, their sizes, and the modules that
-    hold parameters."""
-    found: dict[Node, None] = {}
+def _seen_in_several(node: Node) -> Node:
+    """What several views, of which each layer makes its own, are views of: that is kept once."""
+    while is_view(node) and _can_be_kept(node.all_input_nodes[0]) and len(readers(node.all_input_nodes[0])) > 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _can_be_kept(node: Node) -> bool:
+    if not isinstance(node.meta.get(EXAMPLE), Described) or not _computes(node):
+        return False
+    return not leaves(node) and not is_written_to(node)
+
+
+def _known(graph: Graph) -> dict[Node, bool]:
+    """The tensors that parameters and buffers are, or that are made of these and of sizes alone, such sizes, and the
+    modules that hold parameters. Of each, whether it is a number that depends on what the forward is given."""
+    found: dict[Node, bool] = {}
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if EFFECT in node.meta or not all(source in found for source in sources):
+        if EFFECT in node.meta or node.op in ("placeholder", "output"):
             continue
-        of_modules = any(map(_is_module, sources))
+        are_known = all(source in found for source in sources)
         if node.op == "get_attr":
             is_known = _is_module(node) or node.meta.get(KIND) in (*TENSORS, PackedParameter)
-        elif of_modules or not isinstance(node.meta.get(EXAMPLE), Described):
-            is_known = bool(sources) and (is_told_size(node) or reads_parameters(node))
+        elif is_told_size(node):
+            found[node] = not are_known or any(map(found.get, sources))
+            continue
+        elif any(map(_is_module, sources)) or not _is_of_tensors(node.meta.get(EXAMPLE)):
+            is_known = are_known and reads_parameters(node)
         else:
-            is_known = bool(sources)
-        if is_known:
-            found[node] = None
+            is_known = are_known
+        if is_known and (sources or node.op == "get_attr"):
+            found[node] = False
     return found
+
+
+def _is_of_tensors(example: Any) -> bool:
+    """Whether a step gives a tensor, or several."""
+    if isinstance(example, Described):
+        return True
+    return type(example) in (tuple, list) and all(isinstance(each, Tensor) for each in example)
 
 
 def _is_module(node: Node) -> bool:
@@ -113,25 +144,31 @@ def _bytes_of(node: Node) -> int:
     return math.prod(example.shape) * example.dtype.itemsize if isinstance(example, Described) else 0
 
 
-def _put(graph: Graph, node: Node) -> None:
+def _put(graph: Graph, node: Node, known: dict[Node, bool], room: int) -> None:
     steps, waiting = {node}, [node]
     while waiting:
-        more = {each for each in waiting.pop().all_input_nodes if each.op != "get_attr"} - steps
+        more = {each for each in waiting.pop().all_input_nodes if each.op != "get_attr" and not known[each]} - steps
         steps |= more
         waiting += more
-    sources = list(dict.fromkeys(each for step in steps for each in step.all_input_nodes if each.op == "get_attr"))
+    given = list(dict.fromkeys(each for step in steps for each in step.all_input_nodes if each not in steps))
+    sources = [each for each in given if each.op == "get_attr"]
+    numbers = [each for each in given if each.op != "get_attr"]
     inside = Graph()
-    copies = {source: inside.placeholder(f"source_{place}") for place, source in enumerate(sources)}
+    copies = {each: inside.placeholder(f"given_{place}") for place, each in enumerate([*sources, *numbers])}
     for step in graph.nodes:
         if step in steps:
             copies[step] = inside.node_copy(step, copies.__getitem__)
     inside.output(copies[node])
-    # First of all, where it stands in no chain's way.
+    # First of all, where it stands in no chain's way, if its numbers are known there.
     first = next(each for each in graph.nodes if each.op not in ("placeholder", "get_attr"))
     for source in sources:
         first.prepend(source)
-    with graph.inserting_before(first):
-        new = graph.call_function(ComputedOnce(inside), tuple(sources))
+    early = [early_number(each, first) for each in numbers]
+    before = node if None in early else first
+    with graph.inserting_before(before):
+        new = graph.call_function(
+            ComputedOnce(inside, len(sources), room), (*sources, *(numbers if None in early else early))
+        )
     put_in_place(graph, node, new)
 
 
@@ -139,23 +176,42 @@ Source = Tensor | nn.Module
 
 
 class ComputedOnce:
-    """A step of a program, of the parameters, buffers and modules that it is given."""
+    """A step of a program, of the parameters, buffers and modules that it is given, and then of numbers."""
 
     __name__ = "computed_once"
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, sources: int, room: int) -> None:
         self.graph = graph
         self._function: Callable[..., Tensor] = generate(graph, {})
-        self._kept: _Kept | None = None
+        self._sources = sources
+        self._room = room
+        self._kept: dict[tuple[int, ...], _Kept] = {}
+        self._lock = threading.Lock()
 
-    def __call__(self, *sources: Source) -> Tensor:
-        with asking_quickly():
-            if self._kept is not None and self._kept.holds(sources):
-                return self._kept.result
+    def __call__(self, *given: Any) -> Tensor:
+        sources, numbers = given[: self._sources], given[self._sources :]
+        known = self._kept.get(numbers)
+        if known is not None:
+            with asking_quickly():
+                if known.holds(sources):
+                    return known.result
         with torch.inference_mode(False), torch.no_grad():
-            result = self._function(None, *sources)
-        self._kept = _Kept.of(result, sources)
+            result = self._function(None, *given)
+        self._keep(numbers, result, sources)
         return result
+
+    def _keep(self, numbers: tuple[int, ...], result: Tensor, sources: tuple[Source, ...]) -> None:
+        """In place of what was kept first, where it would be too much."""
+        made = _Kept.of(result, sources)
+        size = result.untyped_storage().nbytes()
+        with self._lock:
+            kept = self._kept
+            kept.pop(numbers, None)
+            if made is None or (numbers and size > self._room):
+                return
+            while len(kept) >= _MOST_SIZES or (kept and size + sum(map(_Kept.nbytes, kept.values())) > self._room):
+                kept.pop(next(iter(kept)))
+            kept[numbers] = made
 
 
 class _Stored(NamedTuple):
@@ -179,6 +235,9 @@ class _Kept(NamedTuple):
     result: Tensor
     sources: list[weakref.ref[Source]]
     stored: list[_Stored]
+
+    def nbytes(self) -> int:
+        return self.result.untyped_storage().nbytes()
 
     @classmethod
     def of(cls, result: Tensor, sources: tuple[Source, ...]) -> _Kept | None:

@@ -35,6 +35,8 @@ _PLAIN = frozenset(
         *("size", "numel", "expand", "expand_as", "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze"),
         *("flatten", "contiguous", "to", "float", "bfloat16", "half", "getitem", "getattr", "embedding", "gather"),
         *("arange", "cat", "cos", "sin", "add", "sub", "mul", "floordiv", "neg", "get_seq_length"),
+        *("abs", "log", "truediv", "min", "where", "full_like", "zeros_like", "masked_fill"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_"),
     }
 )
 

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from xopt.graph.branch import has_dtype
 from xopt.graph.steps import expect
 from xopt.modules.chain import linkables
+from xopt.modules.computed_once import ComputedOnce
 from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast
 from xopt.modules.told_sizes import is_told_size
 
@@ -21,7 +22,7 @@ def has_fixed_dtype(node: Node) -> bool:
     """Whether a call's kind or the graph itself tells its dtype: nobody knows that of what an object holds."""
     if any(is_call(user, expect) and user.args[0] is has_dtype for user in node.users):
         return True
-    if node.op in ("placeholder", "get_attr") or is_told_size(node):
+    if node.op in ("placeholder", "get_attr") or isinstance(node.target, ComputedOnce) or is_told_size(node):
         return True
     if is_cast(node) and (node.target in _TO_ONE_DTYPE or any(_names_a_dtype(each, node) for each in _told(node))):
         return True

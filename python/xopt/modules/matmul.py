@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from xopt import ops  # noqa: F401 - loads them
-from xopt.graph.autocast import autocast_dtype
-from xopt.graph.record import EXAMPLE
+from xopt.graph.autocast import autocast_dtype, is_own, without_autocast
+from xopt.graph.record import EXAMPLE, told_by_result
 from xopt.modules.base import result_dtype
 from xopt.modules.chain import Call, Seen, Shape, Stored, Value, always, chainable
 from xopt.modules.combine import are_broadcast, broadcast
@@ -42,12 +42,14 @@ from xopt.modules.pattern import (
 )
 from xopt.modules.product import is_for_torch
 from xopt.modules.product_by_weight import einsum_of, product_of
-from xopt.modules.substitute import are_plain, in_place_of
+from xopt.modules.substitute import are_plain, in_place_of, was_widened
 from xopt.ops.fakes import FLOATING
 
 _matmul = torch.ops.xopt.matmul.default
 
 _SWITCH = "multiply_activations"
+told_by_result.update((*(each for each in MATMUL if callable(each)), torch.Tensor.matmul, torch.Tensor.__matmul__))
+told_by_result.update((torch.Tensor.bmm, torch.einsum))
 _LEAST = 4  # rows, columns or terms: with fewer a product does nothing but read its factors
 _WITH_INPUT = (torch.baddbmm, "baddbmm")
 
@@ -60,18 +62,19 @@ class FindMatmul(Pattern):
     def rewrite(cls, graph: Graph) -> None:
         for node in calls(graph, *MATMUL, torch.mm, "mm"):
             if len(node.args) == 2 and not node.kwargs and _are_matrices(*node.args):
-                _put(graph, node, matmul, node.args, {})
+                _put(graph, node, matmul, node.args, _without_autocast(node))
         for node in calls(graph, *_WITH_INPUT):
             names = ("input", "batch1", "batch2")
             tensors = tuple(argument(node, place, name) for place, name in enumerate(names))
             beta, alpha = argument(node, 3, "beta", 1), argument(node, 4, "alpha", 1)
             if _are_matrices(*tensors) and _is_number(beta) and _is_number(alpha):
-                replace(graph, node, baddbmm, tensors, {"beta": float(beta), "alpha": float(alpha)})
+                kwargs = {"beta": float(beta), "alpha": float(alpha), **_without_autocast(node)}
+                replace(graph, node, baddbmm, tensors, kwargs)
         for node in calls(graph, torch.einsum):
             equation, factors = node.args[0], _factors(node.args[1:])
             if len(factors) == 2 and _are_floating(*factors) and _plan_of(equation, *factors) is not None:
                 allow_copies(node)
-                _put(graph, node, einsum, (equation, *factors), {})
+                _put(graph, node, einsum, (equation, *factors), _without_autocast(node))
 
 
 class CastFactors(Pattern):
@@ -102,6 +105,11 @@ def _rounded_by_autocast(node: Node, left: Any, right: Any, added: list[Any]) ->
     if added:
         return dtype if dtype in (dtype_of(left), dtype_of(right)) else None
     return dtype if dtype_of(node) == dtype else None
+
+
+def _without_autocast(product: Node) -> dict[str, Any]:
+    """What a step has to be told where autocast was off, for a part of a forward, or since it asks for fp32."""
+    return {"in_floats": True} if torch.is_autocast_enabled("cpu") and dtype_of(product) == torch.float32 else {}
 
 
 def _are_floating(*nodes: Any) -> bool:
@@ -149,8 +157,13 @@ def matmul(
     *,
     alpha: float = 1.0,
     out_dtype: torch.dtype | None = None,
+    in_floats: bool = False,
 ) -> Tensor:
-    """alpha * left right + other. `out_dtype`: that of the sum, where it is not the product's."""
+    """alpha * left right + other. `out_dtype`: that of the sum, where it is not the product's. `in_floats`: whatever
+    autocast says."""
+    if in_floats:
+        with without_autocast():
+            return matmul(left, right, other, alpha=alpha, out_dtype=out_dtype)
     if type(left) is PackedParameter:
         product = weight_times(left, right)
         return _finished(torch.matmul(left, right) if product is NotImplemented else product, other, alpha)
@@ -166,7 +179,12 @@ def matmul(
 
 
 @step("matmul")
-def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float, alpha: float) -> Tensor:
+def baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float, alpha: float, in_floats: bool = False
+) -> Tensor:
+    if in_floats:
+        with without_autocast():
+            return baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
     if not _is_for_kernel(batch1, batch2):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
     other = None
@@ -236,7 +254,9 @@ def _matmul_call(
     *,
     alpha: float = 1.0,
     out_dtype: torch.dtype | None = None,
+    in_floats: bool = False,
 ) -> Call | None:
+    """A chain knows no autocast."""
     added = None if other is None else seen.value(other)
     if added is None and other is not None:
         return None
@@ -311,7 +331,10 @@ def _plan(equation: str, left_dims: int, right_dims: int) -> _Plan | None:
 
 
 @step("matmul")
-def einsum(equation: str, left: Tensor, right: Tensor, *, alpha: float = 1.0) -> Tensor:
+def einsum(equation: str, left: Tensor, right: Tensor, *, alpha: float = 1.0, in_floats: bool = False) -> Tensor:
+    if in_floats:
+        with without_autocast():
+            return einsum(equation, left, right, alpha=alpha)
     plan = _plan_of(equation, left, right)
     if plan is None or is_for_torch(left, right):
         return _finished(torch.einsum(equation, left, right), None, alpha)
@@ -350,7 +373,13 @@ def _matmul_of_torch(left: Any, right: Any, *rest: Any, **named: Any) -> Any:
     if type(right) is PackedParameter and are_plain(left) and not rest and not named:
         return product_of(left, right)
     usual = not rest and not named and are_plain(left, right)
-    return matmul(left, right) if usual and _is_for_kernel(left, right) else NotImplemented
+    if not usual or not _is_for_kernel(left, right):
+        return NotImplemented
+    return matmul(left, right, in_floats=_asks_for_floats(left, right))
+
+
+def _asks_for_floats(left: Tensor, right: Tensor) -> bool:
+    return is_own() and was_widened(left) and right.dtype == torch.float32
 
 
 @in_place_of(torch.baddbmm, torch.Tensor.baddbmm, switch=_SWITCH)
@@ -373,4 +402,4 @@ def _einsum_of_torch(equation: Any, *given: Any, **named: Any) -> Any:
         return einsum_of(equation, *factors)
     if not are_plain(*factors) or _plan_of(equation, *factors) is None:
         return NotImplemented
-    return einsum(equation, *factors)
+    return einsum(equation, *factors, in_floats=_asks_for_floats(*factors))

@@ -26,8 +26,8 @@ from xopt.ops.views import contiguous_unless_channels_last
 class Pattern:
     stage: ClassVar[int]
     """Patterns of a lower stage go first: 0 cleans up, 1 finds single operators, 2 merges siblings, 3 fuses chains."""
-    switch: ClassVar[str]
-    """The name in `Config` that turns it off."""
+    switch: ClassVar[str | None]
+    """The name in `Config` that turns it off, if anything does."""
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
