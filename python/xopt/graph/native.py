@@ -10,12 +10,19 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from torch._functorch import utils
+
+_ASKS_FOR_MEMORY = getattr(getattr(utils, "unwrap_dead_wrappers", None), "__code__", None)
+"""Torch's own isinstance in Python, before it hands what is a tensor to native code (autograd.Function.apply)."""
+
 
 class _Native(threading.local):
     """Which native functions run in this thread, while `watch` is on."""
 
     isinstances = 0
     """How many of them are Python's isinstance."""
+    asks_for_memory = 0
+    """How many times torch is about to ask so for what it wants the memory of."""
 
     def __init__(self) -> None:
         self._callers: set[FrameType] = set()
@@ -26,8 +33,10 @@ class _Native(threading.local):
 
         def see(frame: FrameType, event: str, function: Any) -> None:
             if event == "call":
+                self.asks_for_memory += frame.f_code is _ASKS_FOR_MEMORY
                 see_call(frame)
             elif event == "return":
+                self.asks_for_memory -= frame.f_code is _ASKS_FOR_MEMORY
                 see_return(frame)
             elif event == "c_call":
                 self._callers.add(frame)
@@ -42,8 +51,13 @@ class _Native(threading.local):
             yield
         finally:
             sys.setprofile(previous)
-            self.isinstances = 0
+            self.isinstances = self.asks_for_memory = 0
             self._callers.clear()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody asks in Python what something is an instance of, for whom a symbol is what it stands for."""
+        return self.isinstances > 0 and not self.asks_for_memory
 
     def is_cache(self, caller: FrameType) -> bool:
         """Whether what a Python function calls is neither a function nor a method, whose calls are seen, nor a class of

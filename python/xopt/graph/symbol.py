@@ -83,7 +83,7 @@ class Symbol:
     def __class__(self) -> Any:
         """The example's class to Python's isinstance, so that a forward takes the branch that it is to take. To torch's
         native code, which asks in the same way, the truth: it would take the symbol for a tensor's memory."""
-        return type(self._example) if native.isinstances else Symbol
+        return type(self._example) if native.is_asked else Symbol
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,7 +205,7 @@ class SymbolicSize(tuple[Any, ...]):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return torch.Size if native.isinstances else SymbolicSize
+        return torch.Size if native.is_asked else SymbolicSize
 
     def numel(self) -> Any:
         return functools.reduce(operator.mul, self, 1)
@@ -226,7 +226,7 @@ class SizeSymbol(Symbol):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return int if native.isinstances else torch.SymInt
+        return int if native.is_asked else torch.SymInt
 
 
 def is_symbol(value: Any) -> bool:
