@@ -270,6 +270,21 @@ def test_of_sizes_once_for_each(computed: list[int]) -> None:
 
 
 @torch.no_grad()
+def test_what_is_kept_is_made_of_what_is_kept() -> None:
+    class Twice(Biased):
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.arange(x.shape[1]).float().log1p()
+            angles = places[:, None] * self.table[0, 0]
+            y = self.second(self.first(x).relu()) * places[:, None].cos()
+            return y + angles.sin()  # type: ignore[no-any-return]
+
+    source = Twice()
+    model = optimized(source)
+    for x in (X, X[:, :5], X):
+        torch.testing.assert_close(model(x), source(x))
+
+
+@torch.no_grad()
 def test_of_sizes_no_more_than_a_part_of_the_weights(computed: list[int]) -> None:
     source = OfItsSizes(length=20)
     model = xopt.optimize(source.eval(), sample_input=torch.randn(1, 2, 64))

@@ -15,7 +15,7 @@ _FRESH = frozenset(
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
         *("conv_transpose", "interpolate", "gather", "scatter", "sum", "mean", "sigmoid", "abs", "rms_norm"),
         *("rotary", "scaled_dot_product_attention", "attention_in_parts", "attention_step"),
-        *("merged_linear", "linear_norm"),
+        *("merged_linear", "linear_norm", "cos", "sin", "copied_with_part"),
     }
 )
 # And these, whose parts may be written to: no pattern takes them for another.
@@ -58,12 +58,32 @@ def memory_of(node: Node) -> Node | None:
 
 def is_read_after(memory: Node, change: Node, places: dict[Node, int]) -> bool:
     """Whether what a step made, or a view of it, is read after a change of it in place, but by the change itself."""
+    changed = _view_of(memory, change)
     for user in memory.users:
-        if user is change or name_of(user.target) in ("size", "expect"):
+        if user is change or name_of(user.target) in ("size", "expect") or _are_apart(user, changed):
             continue
         if places[user] > places[change] or (not is_fresh(user.target) and is_read_after(user, change, places)):
             return True
     return False
+
+
+def _view_of(memory: Node, change: Node) -> Node:
+    """The step on the way from a step's result to a change of it that sees that result."""
+    while change.args and isinstance(change.args[0], Node) and change.args[0] is not memory:
+        change = change.args[0]
+    return change
+
+
+def _are_apart(one: Node, other: Node) -> bool:
+    """Whether both are parts of one tensor at different places of its first dimension."""
+    places = []
+    for node in (one, other):
+        key = node.args[1] if name_of(node.target) in ("getitem", "__getitem__") else None
+        first = key[0] if isinstance(key, tuple) and key else key
+        if type(first) is not int:
+            return False
+        places.append(first)
+    return one.args[0] is other.args[0] and places[0] != places[1] and min(places) >= 0
 
 
 def is_written_to(node: Node) -> bool:

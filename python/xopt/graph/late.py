@@ -8,6 +8,7 @@ one that raises has changed nothing. Whoever puts something off has to answer in
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -15,12 +16,16 @@ from torch.fx import Graph, Node
 EFFECT = "effect"  # in the meta of a node that has to stay even where nobody uses its result
 
 
-def set_at_the_end(graph: Graph, settings: list[tuple[Node, str, Any]]) -> None:
-    """Sets attributes of objects. Steps that are wanted for nothing else are moved there as well, unless an object has
-    been changed before that."""
+reads_objects: set[Any] = {getattr}
+"""Functions that tell what an object holds."""
+
+
+def set_at_the_end(graph: Graph, settings: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    """Sets attributes of objects, by `setattr` or otherwise. Steps that are wanted for nothing else are moved there as
+    well, unless an object has been changed before that."""
     late: dict[Node, None] = {}
-    for holder, name, value in settings:
-        node = graph.call_function(setattr, (holder, name, value))
+    for function, args in settings:
+        node = graph.call_function(function, args)
         node.meta[EFFECT] = True
         late[node] = None
     if not late or any(EFFECT in node.meta and node not in late for node in graph.nodes):
@@ -35,7 +40,7 @@ def set_at_the_end(graph: Graph, settings: list[tuple[Node, str, Any]]) -> None:
 
 def _can_wait(node: Node) -> bool:
     """Whether it computes something: what objects hold may be something else by then."""
-    return node.op in ("call_function", "call_method") and EFFECT not in node.meta and node.target is not getattr
+    return node.op in ("call_function", "call_method") and EFFECT not in node.meta and node.target not in reads_objects
 
 
 def ask_first(graph: Graph, expect: Any) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._functorch import utils
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 _ASKS_FOR_MEMORY = getattr(getattr(utils, "unwrap_dead_wrappers", None), "__code__", None)
 """Torch's own isinstance in Python, before it hands what is a tensor to native code (autograd.Function.apply)."""
 
@@ -65,6 +67,23 @@ class _Native(threading.local):
         code = caller.f_code
         calls = dis.opname[code.co_code[caller.f_lasti]].startswith(("CALL", "PRECALL", "INSTRUMENTED_CALL"))
         return calls and caller not in self._callers and not _HASHING & set(code.co_names)
+
+
+def unwatched(method: Method) -> Method:
+    """Marks what a recording does itself, of which nobody has to be told: to be told takes as long as many calls."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        see = sys.getprofile()
+        if see is None:
+            return method(*args, **kwargs)
+        sys.setprofile(None)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            sys.setprofile(see)
+
+    return run  # type: ignore[return-value]
 
 
 _HASHING = frozenset({"set", "frozenset", "dict", "map", "filter"})

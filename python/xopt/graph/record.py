@@ -27,7 +27,7 @@ from xopt.graph.constants import Constants, are_same, values_in
 from xopt.graph.fresh import is_blank, is_read_after, memory_of
 from xopt.graph.held import Held
 from xopt.graph.late import EFFECT, ask_first, set_at_the_end
-from xopt.graph.native import native
+from xopt.graph.native import native, unwatched
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.signature import DICTS, fill, is_tensor, signature
@@ -92,7 +92,8 @@ class Recorder:
         self._random_state = torch.get_rng_state()
         self._expected: set[tuple[Any, Any, Any]] = set()
         self.has_effects = False
-        self._late: dict[tuple[Node, str], Any] = {}
+        self._late: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._of_objects: set[Node] = set()
         self.refusal: str | None = None
         """Why this is no recording, which the forward may have caught."""
         self.kept: dict[Any, Any] = {}
@@ -107,6 +108,7 @@ class Recorder:
 
     # ---- What forwards lead to ---------------------------------------------------------------------------------------
 
+    @unwatched
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if function in _CONSTANT_FUNCTIONS:
             return function(*self.examples(args))
@@ -129,6 +131,7 @@ class Recorder:
             return self.record("call_method", name, args, kwargs, example)
         return self.record("call_function", function, args, kwargs, example)
 
+    @unwatched
     def evaluate(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What a function gives in the recorded call."""
         args, kwargs = self.examples(args), self.examples(kwargs)
@@ -212,11 +215,22 @@ class Recorder:
         target._node = result._node
 
     def copy_into(self, target: Symbol, source: Any) -> None:
-        """`target.copy_(source)`, where the target is a part of a blank tensor."""
-        if target._part_of is None:
+        """`target.copy_(source)`, where the target is a part of a blank tensor, all of one, or held by an object."""
+        if target._part_of is not None:
+            self.write_part(*target._part_of, source)
+            return
+        memory, known = target._node, target._example
+        of_object = memory in self._of_objects
+        is_like = type(source) is Symbol and getattr(source._example, "shape", None) == known.shape
+        if not is_like or not (of_object or is_blank(memory.target)):
             raise CannotRecord("it changes something in place")
-        self.write_part(*target._part_of, source)
+        value = source.to(known.dtype) if of_object else source.to(known.dtype, copy=True)
+        self._replaced_in_place.append((memory, value._node))
+        if of_object:
+            self.call_late(memory, torch.Tensor.copy_, (memory, value))
+        target._node, target._example = value._node, value._example
 
+    @unwatched
     def record(self, op: str, target: Any, args: Any, kwargs: Any, example: Any) -> Any:
         node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
         node.meta[EXAMPLE] = description_of(example)
@@ -226,6 +240,7 @@ class Recorder:
             self._expect(has_length, (node, len(example)), True)
         return self._wrap(node, example)
 
+    @unwatched
     def effect(self, op: str, target: Any, args: Any, kwargs: Any, example: Any = None) -> Any:
         """A step that changes an object."""
         self.has_effects = True
@@ -235,13 +250,21 @@ class Recorder:
 
     def set_late(self, symbol: Any, name: str, value: Any) -> None:
         """What an attribute of an object is to be after the call."""
-        self._late[symbol._node, name] = value
+        self.call_late((symbol._node, name), setattr, (symbol._node, name, value))
+
+    def call_late(self, key: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """What is to be done to an object after all else, in place of what was to be under this key."""
+        self._late[key] = function, args
 
     def do_late_settings(self) -> None:
         """Now, since somebody wants to know of them."""
-        for (holder, name), value in self._late.items():
-            self.effect("call_function", setattr, (holder, name, value), {})
+        for function, args in self._late.values():
+            self.effect("call_function", function, args, {})
         self._late.clear()
+
+    def may_be_written(self, symbol: Symbol) -> None:
+        """Of a tensor that an object holds: the forward may write all of it, which is done at the end."""
+        self._of_objects.add(symbol._node)
 
     def read(self, symbol: Any, name: str) -> Any:
         """An attribute of an object that is no tensor, whatever it is."""
@@ -286,6 +309,7 @@ class Recorder:
         self._expect(truth, (symbol._node, None), outcome)
         return outcome
 
+    @unwatched
     def _expect(self, function: Any, nodes: tuple[Any, Any], outcome: bool) -> None:
         key = (function, *(node if isinstance(node, Node) else repr(node) for node in nodes))
         if key not in self._expected:
@@ -406,7 +430,7 @@ class Recorder:
                 raise CannotRecord("it writes to a part of a tensor that is used again")
         ask_first(self.graph, expect)
         made = self._nodes(self._made(result))
-        set_at_the_end(self.graph, [(*key, self._nodes(value)) for key, value in self._late.items()])
+        set_at_the_end(self.graph, [(function, self._nodes(args)) for function, args in self._late.values()])
         self._late.clear()
         self.graph.output(made)
 

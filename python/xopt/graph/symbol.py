@@ -136,6 +136,8 @@ class Symbol:
         raise CannotRecord(f"it depends on the value or the layout of a tensor or size ({what})")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_dynamo_"):  # a hint to torch's compiler, which does not run here
+            return
         if name not in _OWN:
             raise CannotRecord(f"it sets .{name} of a {type(self._example).__name__}")
         object.__setattr__(self, name, value)

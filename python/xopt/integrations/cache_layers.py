@@ -17,6 +17,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from xopt.graph.symbol import Symbol, opaque_reads
+from xopt.integrations.state_layers import has_known_states, has_states, has_states_only
 
 _GROWING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)
 _MOST_BYTES = 2**28
@@ -45,6 +46,8 @@ class _Recorded:
     def begin(self, layer: Any) -> None:
         """To be what this one is, which was empty before its first update."""
         for name, value in vars(layer).items():
+            if isinstance(value, dict):  # of states that it has besides
+                continue
             if not isinstance(value, torch.Tensor):
                 vars(self)[name] = value
             elif value.numel() == 0:
@@ -123,10 +126,13 @@ def _layers_that_grow(symbol: Symbol) -> Any:
 
 
 def _grow(layers: list[Any], _: None) -> bool:
-    """Whether all layers have something that they add to, are different ones, and not too large to be there twice."""
+    """Whether all layers have something that they add to, are different ones, and not too large to be there twice. Of
+    those that have states of one size nothing is asked."""
     size = 0
     for layer in layers:
-        if type(layer).update not in _GROWING or type(layer.keys) is not torch.Tensor:
+        if has_states_only(layer):
+            continue
+        if not _is_growing(layer) or type(layer.keys) is not torch.Tensor:
             return False
         size += 2 * layer.keys.nbytes
     return 0 < size <= _MOST_BYTES and len(set(map(id, layers))) == len(layers)
@@ -134,8 +140,13 @@ def _grow(layers: list[Any], _: None) -> bool:
 
 def _are_empty(layers: list[Any], _: None) -> bool:
     """Whether all layers are such, and none has anything yet."""
-    empty = all(type(layer).update in _GROWING and not layer.is_initialized for layer in layers)
+    empty = all(has_states_only(layer) or (_is_growing(layer) and not layer.is_initialized) for layer in layers)
     return empty and len(set(map(id, layers))) == len(layers) > 0
+
+
+def _is_growing(layer: Any) -> bool:
+    is_known = isinstance(layer, CacheLayerMixin) and (has_known_states(layer) or not has_states(layer))
+    return is_known and type(layer).update in _GROWING
 
 
 def _is_of(layer: Any, kind: type) -> bool:

@@ -13,6 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from xopt.graph.symbol import CannotRecord, NamedResult, Symbol, is_symbol, named_results
+from xopt.integrations.state_layers import has_states
 
 _CONSTANTS = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 Build = Callable[[dict[str, Any]], Any]
@@ -30,7 +31,7 @@ def _template(value: Any, name: str, symbols: dict[str, Symbol]) -> Build:
     if kind is dict:
         values = {key: _template(each, f"{name}_{key}", symbols) for key, each in value.items()}
         return lambda named: {key: build(named) for key, build in values.items()}
-    if isinstance(value, (Cache, CacheLayerMixin)):
+    if isinstance(value, (Cache, CacheLayerMixin)) or has_states(value):
         attributes = _template(vars(value), name, symbols)
 
         def build(named: dict[str, Any]) -> Any:

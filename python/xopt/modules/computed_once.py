@@ -54,7 +54,7 @@ class ComputeOnce(Pattern):
         room = sum(map(_bytes_of, graph.find_nodes(op="get_attr"))) // _PARTS
         known = _known(graph)
         kept = _that_fit(known, room)
-        for node in [each for each in graph.nodes if each in kept]:
+        for node in [each for each in reversed(graph.nodes) if each in kept]:  # before what they are made of
             _put(graph, node, known, room * _bytes_of(node) // max(1, sum(map(_bytes_of, kept))))
 
 
