@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import xopt
 from tests.block_models import Mlp, X
+from xopt.graph.record import record
+from xopt.modules import block
 
 TABLE = {5: 2.0, 7: 3.0}
 SHAPES = {torch.Size((2, 5, 64)): 2.0, (2, 7, 64): 3.0}
@@ -157,3 +159,38 @@ def test_sizes_are_returned_as_torchs() -> None:
             assert sizes == [y.shape, y.shape[1:]]
             assert {type(each) for each in sizes} == {torch.Size}
     assert xopt.report(model).fusions[0].fused
+
+
+def test_what_goes_step_by_step_is_recorded_only_where_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan over a text's words: as many steps take longer to record than a program saves. A single word, as in each
+    later step of a language model, is a program all the same, whichever came first."""
+    recorded: list[int] = []
+
+    def count(root: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        recorded.append(args[0].shape[1])
+        return record(root, forward, args, kwargs)
+
+    monkeypatch.setattr(block, "record", count)
+
+    class Scan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, state, states = self.first(x).relu(), torch.zeros(x.shape[0], 16), []
+            for place in range(x.shape[1]):
+                state = state * 0.5 + y[:, place]
+                states.append(state)
+            return self.last(torch.stack(states, 1)) + x  # type: ignore[no-any-return]
+
+    source = Scan().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        for length in (90, 90, 120, 1, 1, 120, 40, 40, 60, 2, 1, 90):
+            x = torch.randn(2, length, 16)
+            torch.testing.assert_close(optimized(x), source(x), atol=1e-5, rtol=1e-5)
+    assert recorded == [90, 1, 40, 2]
+    (fusion,) = xopt.report(optimized).fusions
+    assert fusion.fused
+    assert fusion.problem is None

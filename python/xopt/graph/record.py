@@ -62,6 +62,11 @@ class ChangesItself(CannotRecord):
     a table that is filled when something is first asked for), it can be recorded."""
 
 
+class TooManySteps(CannotRecord):
+    """A forward goes step by step along one of its input's dimensions, which may be shorter in other calls."""
+
+
+_MOST_PLACES = 24  # of a tensor that a forward takes one by one
 _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point)
 
 in_floats: dict[Any, Callable[..., Any]] = {}
@@ -94,6 +99,7 @@ class Recorder:
         self.has_effects = False
         self._late: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         self._of_objects: set[Node] = set()
+        self._places: dict[Node, set[int]] = {}
         self.refusal: str | None = None
         """Why this is no recording, which the forward may have caught."""
         self.kept: dict[Any, Any] = {}
@@ -199,6 +205,16 @@ class Recorder:
         self._replaced_in_place.append((memory, result._node))
         target._node, target._example = result._node, result._example
         return target
+
+    def take_place(self, target: Symbol, key: Any) -> None:
+        """Looks at how many places of a tensor are taken by their numbers: to record as many steps as a text has words
+        takes longer than a program saves."""
+        numbers = [each for each in (key if type(key) is tuple else (key,)) if type(each) is int]
+        if numbers and target._node.op != "get_attr" and isinstance(target._example, torch.Tensor):
+            places = self._places.setdefault(target._node, set())
+            places.update(numbers)
+            if len(places) > _MOST_PLACES:
+                raise TooManySteps("it goes along a dimension step by step")
 
     def write_part(self, target: Symbol, key: Any, value: Any) -> None:
         """`target[key] = value`, recorded as a step: in a copy, if it is no blank tensor."""

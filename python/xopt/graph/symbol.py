@@ -196,6 +196,7 @@ class Symbol:
         return format(self._number(), form)
 
     def __getitem__(self, key: Any) -> Any:
+        self._recorder.take_place(self, key)
         part = self._recorder.call(operator.getitem, self, key)
         if is_symbol(part):
             part._part_of = self, key

@@ -22,7 +22,7 @@ from xopt.config import Config
 from xopt.graph.autocast import is_inside
 from xopt.graph.hooks import are_awake, have_sleeping_hooks, hooked
 from xopt.graph.program import EPOCH, Program
-from xopt.graph.record import ChangesItself, Recorder, active, record
+from xopt.graph.record import ChangesItself, Recorder, TooManySteps, active, record
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.steps import OtherSizes
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbol, is_symbolic
@@ -74,6 +74,8 @@ class Programs:
         """Whether there is a program that looks at nothing that is set up for a whole model (direct.py)."""
         self._by_signature: dict[Any, list[Program]] = {}
         self._complete: set[Any] = set()
+        self._too_long: dict[Any, int] = {}
+        """By the kind of call: how many elements the smallest had that went step by step along a dimension."""
         self._watches: dict[Any, Watch] = {}
         """By the kind of call: what substituting functions was to a forward without a program."""
         self._failures = 0
@@ -102,12 +104,17 @@ class Programs:
             known = self._by_signature.setdefault(key, [])
             if key in self._complete or is_symbolic(args, kwargs):
                 return None
-            program = self._make(module, forward, args, kwargs)
+            if key in self._too_long and _elements_of(args, kwargs) >= self._too_long[key]:
+                self._unsettled = True
+                program = None
+            else:
+                program = self._make(module, forward, key, args, kwargs)
             if program is not None:
                 self._by_signature[key] = [program, *known]
                 self.has_direct |= program.is_direct
             if program is None and self._unsettled:
-                del self._by_signature[key]
+                if not known:
+                    del self._by_signature[key]  # another call may make one
             elif program is None or len(known) + 1 >= _MOST_VARIANTS:
                 self._complete.add(key)
             return program
@@ -141,7 +148,7 @@ class Programs:
                 self._by_signature[key] = []
                 self._complete.add(key)
 
-    def _make(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Program | None:
+    def _make(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Program | None:
         self._unsettled = False
         try:
             inside = [part for part in module.modules() if part is not module]
@@ -160,6 +167,10 @@ class Programs:
             self.problem = str(problem)
             self._changes += 1
             self._unsettled = self._changes <= _MOST_CALLS_UNTIL_SETTLED
+        except TooManySteps as problem:
+            self.problem = str(problem)
+            self._too_long[key] = _elements_of(args, kwargs)
+            self._unsettled = True
         except CannotRecord as problem:
             self.problem = str(problem)
         except Exception as problem:  # whatever a forward does when it meets a symbol: it is not for us to judge
@@ -180,6 +191,10 @@ class Programs:
 
     def _dims(self) -> frozenset[int]:
         return frozenset() if self.layout is None else self.layout.given
+
+
+def _elements_of(args: Any, kwargs: Any) -> int:
+    return sum(value.numel() for value in signature(args, kwargs)[1] if is_tensor(value))
 
 
 def apply_patterns(recorder: Recorder, config: Config) -> list[str]:
