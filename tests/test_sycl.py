@@ -200,7 +200,7 @@ MODELS = {
         "attention",
         "norm",
     },  # patches of an image are a convolution
-    llama: {"gemm", "pointwise", "concat", "attention", "norm", "rotary"},  # with a cache that it makes
+    llama: {"gemm", "concat", "attention", "norm", "rotary"},  # with a cache that it makes
     resnet: {"gemm", "pointwise", "conv", "pool"},
     mobilenet: {"gemm", "pointwise", "conv", "conv_depthwise", "pool"},
 }

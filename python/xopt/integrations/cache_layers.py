@@ -44,12 +44,13 @@ class _Recorded:
         return value
 
     def begin(self, layer: Any) -> None:
-        """To be what this one is, which was empty before its first update."""
+        """To be what this one is, which was empty before its first update, as far as that made it so: what else it has
+        (states) others may set meanwhile."""
+        empty = vars(self._xopt_symbol._example)
         for name, value in vars(layer).items():
-            if isinstance(value, dict):  # of states that it has besides
-                continue
             if not isinstance(value, torch.Tensor):
-                vars(self)[name] = value
+                if name not in empty or empty[name] != value:
+                    vars(self)[name] = value
             elif value.numel() == 0:
                 vars(self)[name] = torch.tensor([], dtype=value.dtype, device=value.device)
 
@@ -81,6 +82,7 @@ def _recorded_update(symbol: Symbol, keys: Any, values: Any, layer: int, *rest: 
     args = (keys, values, layer, *rest)
     with torch.no_grad(), torch._C.DisableTorchFunction():
         example = _update(symbol._example, *recorder.examples(args), **recorder.examples(named))
+    recorder.do_late_settings()  # of what the layer holds besides
     return recorder.effect("call_method", "update", (symbol, *args), named, example)
 
 
