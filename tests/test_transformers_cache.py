@@ -111,10 +111,14 @@ def expect_same_caches(ours: Any, theirs: Any) -> None:
         assert type(mine) is type(other)
         assert vars(mine).keys() == vars(other).keys()
         for name, value in vars(other).items():
-            if isinstance(value, Tensor):
-                torch.testing.assert_close(getattr(mine, name), value, atol=1e-4, rtol=1e-4)
-            else:
-                assert getattr(mine, name) == value
+            found = vars(mine)[name]
+            for of_mine, of_other in zip(
+                *([*x.values()] if type(x) is dict else [x] for x in (found, value)), strict=True
+            ):
+                if isinstance(of_other, Tensor):
+                    torch.testing.assert_close(of_mine, of_other, atol=1e-4, rtol=1e-4)
+                else:
+                    assert of_mine == of_other, name
 
 
 @pytest.fixture

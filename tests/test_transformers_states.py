@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 import xopt
+from tests.test_transformers_cache import expect_same_caches
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48},
@@ -54,21 +55,6 @@ def step(model: Any, words: Tensor, cache: Any, **options: Any) -> Any:
     known = "cache_params" if type(model).__name__.startswith("Mamba") else "past_key_values"
     with torch.no_grad():
         return model(words, use_cache=True, **{known: cache}, **options)
-
-
-def expect_same_caches(ours: Any, theirs: Any) -> None:
-    for mine, other in zip(ours.layers, theirs.layers, strict=True):
-        assert type(mine) is type(other)
-        assert vars(mine).keys() == vars(other).keys()
-        for name, value in vars(other).items():
-            found = vars(mine)[name]
-            for of_mine, of_other in zip(
-                *([*x.values()] if type(x) is dict else [x] for x in (found, value)), strict=True
-            ):
-                if isinstance(of_other, Tensor):
-                    torch.testing.assert_close(of_mine, of_other, atol=1e-4, rtol=1e-4)
-                else:
-                    assert of_mine == of_other, name
 
 
 @pytest.mark.parametrize("name", CONFIGS)

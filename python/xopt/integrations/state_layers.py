@@ -20,8 +20,6 @@ from xopt.graph.symbol import CannotRecord, Symbol, opaque_reads
 
 _MIXIN: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
 _LAYER: Any = getattr(cache_utils, "LinearAttentionLayer", None)
-
-
 _WITH_KEYS = tuple(
     getattr(cache_utils, name)
     for name in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
@@ -63,15 +61,6 @@ def state_of(layer: Any, name: str, state: int) -> torch.Tensor:
 reads_objects.add(state_of)
 
 
-def _write_convs(layer: Any, convs: torch.Tensor, state: int, kernel: int | None) -> None:
-    """The first that it is given."""
-    layer.update_conv_state(convs, state, conv_kernel_size=kernel)
-
-
-def _write_recurrent(layer: Any, recurrent: torch.Tensor, state: int) -> None:
-    layer.update_recurrent_state(recurrent, state)
-
-
 class _States:
     """One state of a layer during a recording."""
 
@@ -84,11 +73,11 @@ class _States:
         self._layer, self._state = layers[place], state
         known = _flags(layer, state)
         self._recorder.expect(_has_flags, self._layer, (state, known))
-        records_past, self._has_convs, self._has_recurrent, self.is_written, self._kernel = known
+        records_past, has_convs, has_recurrent, self.is_written, self._kernel = known
         if records_past:
             raise CannotRecord("its cache keeps what was before")
-        self._convs = self._read("conv_states") if self._has_convs else None
-        self._recurrent = self._read("recurrent_states") if self._has_recurrent else None
+        self._convs = self._read("conv_states") if has_convs else None
+        self._recurrent = self._read("recurrent_states") if has_recurrent else None
 
     def _read(self, name: str) -> Symbol:
         example = state_of(self._layer._example, name, self._state)
@@ -110,9 +99,9 @@ class _States:
             full: Any = torch.cat([before, given], dim=-1)
             before.copy_(full[..., -self._kernel :])
             return full
-        if self._has_convs or self._kernel is not None or kernel is None:
+        if self._convs is not None or kernel is None:
             raise CannotRecord("its cache was reset")
-        self._recorder.call_late(("convs", self._layer._node), _write_convs, (self._layer, given, self._state, kernel))
+        self._write_late(_LAYER.update_conv_state, given, kernel)
         full = functional.pad(given, (kernel - given.shape[-1], 0)) if given.shape[-1] < kernel else given
         self._kernel, self.is_written = kernel, True
         self._convs = full[..., -kernel:]
@@ -122,11 +111,14 @@ class _States:
         if self._recurrent is not None:
             self._recurrent.copy_(given)
         else:
-            self._recorder.call_late(
-                ("recurrent", self._layer._node), _write_recurrent, (self._layer, given, self._state)
-            )
+            self._write_late(_LAYER.update_recurrent_state, given)
             self._recurrent = given
         return self._recurrent
+
+    def _write_late(self, update: Callable[..., Any], given: Any, *options: Any) -> None:
+        """The layer's first, which makes it as large as that."""
+        key = update, self._layer._node, self._state
+        self._recorder.call_late(key, update, (self._layer, given, self._state, *options))
 
 
 def _states(cache: Symbol, place: int, state: int) -> _States:

@@ -101,14 +101,12 @@ class Programs:
     def add(self, module: nn.Module, forward: Forward, key: Any, args: Any, kwargs: Any) -> Program | None:
         """One more program, for the sizes of this call; None: there can be none."""
         with self._lock:
+            if key in self._too_long and _elements_of(args, kwargs) >= self._too_long[key]:
+                return None
             known = self._by_signature.setdefault(key, [])
             if key in self._complete or is_symbolic(args, kwargs):
                 return None
-            if key in self._too_long and _elements_of(args, kwargs) >= self._too_long[key]:
-                self._unsettled = True
-                program = None
-            else:
-                program = self._make(module, forward, key, args, kwargs)
+            program = self._make(module, forward, key, args, kwargs)
             if program is not None:
                 self._by_signature[key] = [program, *known]
                 self.has_direct |= program.is_direct

@@ -54,8 +54,9 @@ class ComputeOnce(Pattern):
         room = sum(map(_bytes_of, graph.find_nodes(op="get_attr"))) // _PARTS
         known = _known(graph)
         kept = _that_fit(known, room)
+        together = max(1, sum(map(_bytes_of, kept)))
         for node in [each for each in reversed(graph.nodes) if each in kept]:  # before what they are made of
-            _put(graph, node, known, room * _bytes_of(node) // max(1, sum(map(_bytes_of, kept))))
+            _put(graph, node, known, room * _bytes_of(node) // together)
 
 
 def _that_fit(known: dict[Node, bool], room: int) -> set[Node]:
@@ -163,12 +164,12 @@ def _put(graph: Graph, node: Node, known: dict[Node, bool], room: int) -> None:
     first = next(each for each in graph.nodes if each.op not in ("placeholder", "get_attr"))
     for source in sources:
         first.prepend(source)
-    early = [early_number(each, first) for each in numbers]
-    before = node if None in early else first
-    with graph.inserting_before(before):
-        new = graph.call_function(
-            ComputedOnce(inside, len(sources), room), (*sources, *(numbers if None in early else early))
-        )
+    place = first
+    early: list[Any] = [early_number(each, first) for each in numbers]
+    if None in early:
+        place, early = node, numbers
+    with graph.inserting_before(place):
+        new = graph.call_function(ComputedOnce(inside, len(sources), room), (*sources, *early))
     put_in_place(graph, node, new)
 
 
@@ -203,15 +204,14 @@ class ComputedOnce:
     def _keep(self, numbers: tuple[int, ...], result: Tensor, sources: tuple[Source, ...]) -> None:
         """In place of what was kept first, where it would be too much."""
         made = _Kept.of(result, sources)
-        size = result.untyped_storage().nbytes()
         with self._lock:
             kept = self._kept
             kept.pop(numbers, None)
-            if made is None or (numbers and size > self._room):
+            if made is None or (numbers and made.nbytes() > self._room):
                 return
-            while len(kept) >= _MOST_SIZES or (kept and size + sum(map(_Kept.nbytes, kept.values())) > self._room):
-                kept.pop(next(iter(kept)))
             kept[numbers] = made
+            while len(kept) > _MOST_SIZES or (len(kept) > 1 and sum(map(_Kept.nbytes, kept.values())) > self._room):
+                kept.pop(next(iter(kept)))
 
 
 class _Stored(NamedTuple):
