@@ -141,12 +141,15 @@ def attention_calls(caller: Caller, queries: int, keys: int, depth: int, dtype: 
     where = f"{queries}x{keys}x{depth} {dtype}"
     query, key = (torch.randn(2, 2, rows, depth).to(dtype) for rows in (queries, keys))
     value, allowed, added = torch.randn(2, 2, keys, 33).to(dtype), torch.rand(queries, keys) < 0.7, torch.randn(keys)
+    sinks = torch.randn(2, 1, 1).to(dtype)
     for mask in (None, allowed, added.to(dtype)):
 
-        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> object:
-            return torch.ops.xopt.attention(query, key, value, mask, causal=mask is None, causal_offset=keys // 2)
+        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor) -> object:
+            return torch.ops.xopt.attention(
+                query, key, value, mask, causal=mask is None, causal_offset=keys // 2, sinks=sinks
+            )
 
-        caller.call(f"attention {where}", attention, query, key, value, mask)
+        caller.call(f"attention {where}", attention, query, key, value, mask, sinks)
 
 
 def matmul_calls(caller: Caller, m: int, n: int, k: int, dtype: torch.dtype) -> None:

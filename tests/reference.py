@@ -277,11 +277,18 @@ def softmax(rows: Tensor) -> Estimate:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, weight_rounding: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scale: float,
+    weight_rounding: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Estimate:
     """All [batch, heads, rows, columns] in float64, the same number of heads; the result is [batch, rows, heads, ...].
 
     `weight_rounding`: the relative error of probabilities that are stored before they are multiplied by the values.
+    `sinks`: a column more of scores, of a key whose value is nothing.
     """
     keys, depth = key.shape[2], key.shape[3]
     if keys == 0:
@@ -293,6 +300,11 @@ def attention(
     scores = product + bias
     error = (depth + 6) * U32 * (query.abs() @ key.abs().mT * abs(scale))
     error = error + 2 * U32 * (product.abs() + finite(bias).abs() + EXP_RANGE) + depth * SMALLEST_NORMAL
+    if sinks is not None:
+        sinks = sinks.expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+        error = torch.cat([error, 2 * U32 * (finite(sinks).abs() + EXP_RANGE)], -1)
+        value = torch.cat([value, torch.zeros_like(value[:, :, :1])], 2)
     largest = scores.amax(-1, keepdim=True)
     matters = scores > largest - EXP_RANGE
     worst = torch.where(matters, error, 0.0).amax(-1, keepdim=True)

@@ -17,6 +17,7 @@ from tests.families import Family, expect_values, flushes_denormals
 Tensor = torch.Tensor
 
 LAYOUTS = {"contiguous": 40, "merged": 30, "offset": 8, "sliced": 8, "row_step": 8, "expanded": 8, "k_strided": 8}
+SINK_DIMS = ("1h11", "1h11", "h11", "bhq1", "b1q1", "q1", "1")
 MASK_DIMS = ("bhqk", "b11k", "11qk", "1hqk", "bh1k", "bhq1", "qk", "k", "1", "")
 WORK_LIMIT = 1_500_000
 
@@ -42,6 +43,8 @@ class AttentionCase:
     causal_offset: int = 0
     window: int = 0
     one_sees_all: bool = False
+    sinks: str = ""
+    sink_dims: str = "1h11"
 
 
 def sample(rng: random.Random) -> AttentionCase:
@@ -71,6 +74,8 @@ def sample(rng: random.Random) -> AttentionCase:
         causal_offset=rng.choice((0, keys - queries, 1, -3, 100, -300)) if causal else 0,
         window=rng.choice((0, 1, 7, 40, 300)) if causal else 0,
         one_sees_all=causal and rng.random() < 0.5,
+        sinks=rng.choice(("", "", "f32", "bf16", "f16")),
+        sink_dims=rng.choice(SINK_DIMS),
     )
 
 
@@ -98,11 +103,25 @@ def inputs(case: AttentionCase, generator: torch.Generator) -> list[Tensor]:
     return [cases.laid_out(x, case.layout) for x in tensors]
 
 
+def sizes_of(case: AttentionCase, dims: str) -> list[int]:
+    sizes = {"b": case.batch, "h": case.heads * case.group, "q": case.queries, "k": case.keys, "1": 1}
+    return [sizes[dim] for dim in dims]
+
+
+def sinks_of(case: AttentionCase, generator: torch.Generator) -> Tensor | None:
+    """Most of them about as large as scores are, and some that are far from it."""
+    if not case.sinks:
+        return None
+    plain = 3 * torch.randn(sizes_of(case, case.sink_dims), generator=generator)
+    plain = torch.where(plain.abs() > 5, plain * 20, plain)
+    sinks = plain.masked_fill((plain > 3) & (plain < 4), -math.inf).to(DTYPES[case.sinks])
+    return torch.stack([sinks, sinks], -1)[..., 0] if case.mask_strided else sinks
+
+
 def mask_of(case: AttentionCase, generator: torch.Generator) -> Tensor | None:
     if not case.mask:
         return None
-    sizes = {"b": case.batch, "h": case.heads * case.group, "q": case.queries, "k": case.keys, "1": 1}
-    plain = torch.randn([sizes[dim] for dim in case.mask_dims], generator=generator)
+    plain = torch.randn(sizes_of(case, case.mask_dims), generator=generator)
     chosen = plain < 0.5 if case.mask == "bool" else torch.where(plain > 1.2, -math.inf, 2 * plain)
     chosen = chosen.to(torch.bool if case.mask == "bool" else DTYPES[case.mask])
     return torch.stack([chosen, chosen], -1)[..., 0] if case.mask_strided else chosen
@@ -120,7 +139,9 @@ def bias_of(case: AttentionCase, mask: Tensor | None) -> Tensor:
     return bias.masked_fill(hidden, -math.inf)
 
 
-def call(case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def call(
+    case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
     out = torch.ops.xopt.attention(
         query,
         key,
@@ -131,6 +152,7 @@ def call(case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mask: T
         causal_offset=case.causal_offset,
         window=case.window,
         one_sees_all=case.one_sees_all,
+        sinks=sinks,
     )
     return torch.as_tensor(out)
 
@@ -138,15 +160,16 @@ def call(case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mask: T
 def check(case: AttentionCase) -> None:
     generator = torch.Generator().manual_seed(case.seed)
     query, key, value = inputs(case, generator)
-    mask = mask_of(case, generator)
-    out = call(case, query, key, value, mask)
+    mask, sinks = mask_of(case, generator), sinks_of(case, generator)
+    out = call(case, query, key, value, mask, sinks)
     keys, values = (x.double().repeat_interleave(case.group, 1) for x in (key, value))
     dtype = DTYPES[case.dtype]
     flushes = flushes_denormals(dtype)
     scale = case.scale or 1 / math.sqrt(max(1, case.depth))
     # Where products are of bf16, so are the probabilities, and their sum is of what was rounded (exp2_words.h).
     rounding = 2 * 6.2e-3 if flushes else 0.0
-    expected = reference.attention(query.double(), keys, values, bias_of(case, mask), scale, rounding)
+    bias, sink = bias_of(case, mask), None if sinks is None else sinks.double()
+    expected = reference.attention(query.double(), keys, values, bias, scale, rounding, sink)
     shape = (case.batch, case.queries, case.heads * case.group, case.value_depth)
     expect_values("the output", out, expected, shape, dtype, flushes)
 
@@ -168,6 +191,51 @@ def test_tails(dtype: str) -> None:
         for depth in (1, 16, 17, 33)
         for value_depth in (1, 31, 32, 65)
     )
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_sinks(dtype: str) -> None:
+    FAMILY.run_all(
+        AttentionCase(
+            seed=queries + keys,
+            dtype=dtype,
+            batch=2,
+            heads=2,
+            group=group,
+            queries=queries,
+            keys=keys,
+            depth=32,
+            value_depth=40,
+            mask=mask,
+            causal=not mask,
+            causal_offset=keys - queries,
+            sinks=sinks,
+            sink_dims=dims,
+        )
+        for sinks in cases.FLOATS
+        for dims in ("1h11", "bhq1")
+        for mask in ("", "bool", "f32")
+        for group in (1, 4)
+        for queries, keys in ((1, 1), (1, 700), (3, 40), (40, 40), (100, 530))
+    )
+
+
+@pytest.mark.parametrize("queries", [2, 40])
+@pytest.mark.parametrize("name", cases.FLOATS)
+def test_a_sink_takes_its_share_however_large_it_is(name: str, queries: int) -> None:
+    query, key = (random_heads(1, 2, rows, 24, dtype=DTYPES[name]) for rows in (queries, 300))
+    plain = torch.ops.xopt.attention(query, key, key)
+    none = torch.full((1, 2, 1, 1), -math.inf)
+    assert torch.equal(torch.ops.xopt.attention(query, key, key, sinks=none), plain)
+    assert not torch.ops.xopt.attention(query, key, key, sinks=torch.full((1,), 1e30)).any()
+    assert torch.ops.xopt.attention(query, key, key, sinks=torch.full((1,), math.nan)).isnan().all()
+    hidden = torch.zeros(300, dtype=torch.bool)
+    assert not torch.ops.xopt.attention(query, key, key, hidden, sinks=torch.zeros(1)).any()
+    # As large as the sum of all others.
+    scores = (query.double() @ key.double().mT / math.sqrt(24)).logsumexp(-1, keepdim=True)
+    halved = torch.ops.xopt.attention(query, key, key, sinks=scores.float())
+    torch.testing.assert_close(2 * halved.double(), plain.double(), rtol=1e-5 if name == "f32" else 2e-2, atol=1e-3)
 
 
 def test_depth_of_several_blocks() -> None:

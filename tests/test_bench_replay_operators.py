@@ -103,6 +103,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "attention": lambda: attention(20, 20),
     "attention, decoding": lambda: attention(1, 300),
     "attention, one of a text": lambda: attention(1, 300, one_sees_all=True),
+    "attention, with sinks": lambda: attention(20, 20, sinks=torch.randn(2, 1, 1)),
     "concat": lambda: ops.concat([torch.randn(1, 4, 9, 8), torch.randn(1, 1, 4, 8).transpose(1, 2)], -2),
     "combine": lambda: ops.combine(image(2, 8, 6, 5), torch.randn(2, 8, 1, 1), "mul"),
     "pointwise": lambda: ops.pointwise(

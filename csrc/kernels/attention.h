@@ -1,8 +1,8 @@
 // Attention: softmax(scale * query key^T + mask) value, for every query on its own.
 //
 // Queries of `group` heads share a head of keys and values. Query i sees the keys i + first_offset to i + last_offset
-// (causality and a sliding window make this band) that the mask lets it see; one that sees none gets zeros. Scores, the
-// softmax and all sums are fp32.
+// (causality and a sliding window make this band) that the mask lets it see; one that sees none gets zeros. A query may
+// have a sink: one more score, of a key whose value is nothing. Scores, the softmax and all sums are fp32.
 #pragma once
 
 #include "runtime/tuning.h"
@@ -35,6 +35,7 @@ struct AttentionCall {
   int64_t queries, keys, depth, value_depth;
   HeadsView query, key, value;
   AttentionMask mask;
+  AttentionMask sinks;  // of one key, and of a float kind
   float scale;
   int64_t first_offset, last_offset;  // within +-(queries + keys)
   void* out;                          // [batch, queries, heads * group, value_depth], contiguous, of the inputs' dtype

@@ -64,6 +64,14 @@ struct AttentionHead {
   }
 #endif
 
+  // What a row's sums have to be multiplied by in the end, of which that of its probabilities is `sum`; `largest`: that of
+  // its scores. 0 for a row that saw nothing, whose sums do not count.
+  float inverse_of(RowPlace place, float sum, float largest) const {
+    if (sum == 0) return 0.0F;
+    if (call.sinks.kind == MaskKind::none) return 1.0F / sum;
+    return 1.0F / (sum + __builtin_exp2f(sink(place) * kLog2E - largest * score_unit(call)));
+  }
+
   // Masks scores of rows with a block of keys, and looks at them. `places`: of the rows.
   template <class Softmax>
   void mask(Range rows, const RowPlace* places, int64_t key, int64_t count, MaskRow* mask, Softmax* softmax) const {
@@ -107,14 +115,29 @@ struct AttentionHead {
     return mask->load(batch, query_head(place), place.query, key, count);
   }
   int64_t query_head(RowPlace place) const { return head * call.group + place.head; }
+  float sink(RowPlace place) const {
+    const AttentionMask& sinks = call.sinks;
+    const int64_t index = sinks.offset(batch, query_head(place)) + place.query * sinks.row_stride;
+    switch (sinks.kind) {
+      case MaskKind::f32:
+        return static_cast<const float*>(sinks.data)[index];
+      case MaskKind::bf16:
+        return first_of(static_cast<const Bf16*>(sinks.data) + index);
+      default:
+        return first_of(static_cast<const F16*>(sinks.data) + index);
+    }
+  }
+  template <class Half>
+  static float first_of(const Half* from) {
+    alignas(64) float values[kWidth];
+    store(values, load_first(from, 1));
+    return values[0];
+  }
   const T* at(const HeadsView& view, int64_t key) const {
     return static_cast<const T*>(view.data) + batch * view.batch_stride + head * view.head_stride +
            key * view.row_stride;
   }
 };
-
-// What a row's sums have to be multiplied by in the end; 0 for a row that saw nothing, whose sums do not count.
-XOPT_INLINE float inverse_of(float sum) { return sum == 0 ? 0.0F : 1.0F / sum; }
 
 template <class T>
 XOPT_INLINE void write_scaled(const float* sums, float inverse, int64_t count, T* out) {

@@ -197,8 +197,9 @@ class AttentionThread {
   void finish(const AttentionHead<T>& head, int64_t block) {
     const Range rows = plan_.rows_of_block(block);
     find_places(call_, rows.begin, rows.size(), places_);
+    const State& state = *state_of(block);
     for (int64_t row = 0; row < rows.size(); ++row) {
-      const float inverse = inverse_of(state_of(block)->sum[row]);
+      const float inverse = head.inverse_of(places_[row], state.sum[row], state.largest[row]);
       T* out = head.out(places_[row]);
       for (int64_t panel = 0; panel < plan_.value_panels; ++panel) {
         const int64_t column = panel * kPanelColumns;

@@ -224,8 +224,8 @@ class AttentionStream {
       }
     }
     for (int64_t row = 0; row < plan_.rows; ++row) {
-      write_scaled(sums + row * plan_.value_depth, inverse_of(total->sum[row]), call_.value_depth,
-                   head.out(places_[row]));
+      const float inverse = head.inverse_of(places_[row], total->sum[row], total->largest[row]);
+      write_scaled(sums + row * plan_.value_depth, inverse, call_.value_depth, head.out(places_[row]));
     }
   }
 

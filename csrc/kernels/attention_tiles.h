@@ -280,7 +280,8 @@ class TileAttention {
     const float* sums = sums_of(block);
     const float* of_row = sums + call_.value_depth / kPanelColumns * kSumValues + call_.value_depth % kPanelColumns;
     for (int64_t row = 0; row < placed.rows.size(); ++row) {
-      const float inverse = inverse_of(of_row[row * kPanelColumns]);
+      const float sum = of_row[row * kPanelColumns];
+      const float inverse = head_->inverse_of(placed.places[row], sum, state_of(block)->largest[row]);
       Bf16* out = head_->out(placed.places[row]);
       for (int64_t column = 0; column < call_.value_depth; column += kPanelColumns) {
         write_scaled(sums + column / kPanelColumns * kSumValues + row * kPanelColumns, inverse,

@@ -1,5 +1,6 @@
 // xopt::attention: softmax(scale * query key^T + mask) value over heads. With `one_sees_all` a single query is not causal:
-// for language models it is the last word of a text, and several are its first ones.
+// for language models it is the last word of a text, and several are its first ones. `sinks`: of each query one more score,
+// of no value, as if a last key had nothing but this one to add.
 #include "kernels/attention.h"
 
 #include <algorithm>
@@ -26,13 +27,15 @@ struct AttentionArguments {
         causal(stack.boolean()),
         causal_offset(stack.integer()),
         window(stack.integer()),
-        one_sees_all(stack.boolean()) {}
+        one_sees_all(stack.boolean()),
+        sinks(stack.optional_tensor()) {}
 
   Tensor query, key, value, mask;
   std::optional<double> scale;
   bool causal;
   int64_t causal_offset, window;
   bool one_sees_all;
+  Tensor sinks;
 };
 
 void check_dims(const char* name, const Tensor& tensor, const char* rows, const char* columns) {
@@ -75,25 +78,28 @@ HeadsView heads_view(Tensor* tensor) {
   return {tensor->data(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
 }
 
-MaskKind mask_kind(const Tensor& mask) {
-  if (mask.dtype_code() == aoti_torch_dtype_bool()) return MaskKind::allowed;
+MaskKind mask_kind(const char* name, const Tensor& mask, bool may_be_bool) {
+  if (may_be_bool && mask.dtype_code() == aoti_torch_dtype_bool()) return MaskKind::allowed;
   const std::optional<DType> dtype = dtype_from_torch(mask.dtype_code());
   if (dtype == DType::f32) return MaskKind::f32;
   if (dtype == DType::bf16) return MaskKind::bf16;
   if (dtype == DType::f16) return MaskKind::f16;
-  fail(kOp, "mask", "expected dtype bool or float32 or bfloat16 or float16, got ", torch_dtype_name(mask.dtype_code()));
+  fail(kOp, name, "expected dtype ", may_be_bool ? "bool or " : "", "float32 or bfloat16 or float16, got ",
+       torch_dtype_name(mask.dtype_code()));
 }
 
-// A mask of five dimensions is the same for all images, each of which is so many windows of the batch.
-AttentionMask mask_view(const Tensor& mask, const AttentionCall& call) {
+// A mask with a column for each key, or sinks, which are one column. A mask of five dimensions is the same for all images,
+// each of which is so many windows of the batch.
+AttentionMask mask_view(const char* name, const Tensor& mask, const AttentionCall& call, int64_t columns,
+                        bool is_sinks) {
   AttentionMask view;
   if (!mask) return view;
-  const Checked checked{kOp, "mask", mask};
+  const Checked checked{kOp, name, mask};
   checked.in_place();
-  view.kind = mask_kind(mask);
-  const bool repeats = mask.dims() == 5 && mask.size(0) == 1;
+  view.kind = mask_kind(name, mask, !is_sinks);
+  const bool of_windows = mask.dims() == 5 && !is_sinks, repeats = of_windows && mask.size(0) == 1;
   view.batches = repeats ? std::max<int64_t>(1, mask.size(1)) : std::max<int64_t>(1, call.batch);
-  const int64_t wanted[] = {repeats ? view.batches : call.batch, call.heads * call.group, call.queries, call.keys};
+  const int64_t wanted[] = {repeats ? view.batches : call.batch, call.heads * call.group, call.queries, columns};
   int64_t* strides[] = {&view.batch_stride, &view.head_stride, &view.row_stride, &view.column_stride};
   bool fits = (mask.dims() <= 4 || repeats) && call.batch % view.batches == 0;
   for (int64_t dim = repeats ? 1 : 0; fits && dim < mask.dims(); ++dim) {
@@ -101,7 +107,7 @@ AttentionMask mask_view(const Tensor& mask, const AttentionCall& call) {
     fits = mask.size(dim) == wanted[place] || mask.size(dim) == 1;
     if (mask.size(dim) != 1) *strides[place] = mask.stride(dim);
   }
-  if (!fits && mask.dims() == 5) {
+  if (!fits && of_windows) {
     checked.fail("expected [1, windows, heads, queries, keys] with a number of windows that divides the batch of ",
                  call.batch, ", got ", mask.shape_text());
   }
@@ -151,11 +157,13 @@ Tensor attention(Stack stack) {
   check_no_gradient({{kOp, "query", arguments.query},
                      {kOp, "key", arguments.key},
                      {kOp, "value", arguments.value},
-                     {kOp, "mask", arguments.mask}});
+                     {kOp, "mask", arguments.mask},
+                     {kOp, "sinks", arguments.sinks}});
   ReadyAttention ready{};
   AttentionCall& call = ready.call;
   ready.dtype = check_heads(arguments, &call);
-  call.mask = mask_view(arguments.mask, call);
+  call.mask = mask_view("mask", arguments.mask, call, call.keys, false);
+  call.sinks = mask_view("sinks", arguments.sinks, call, 1, true);
   set_band(arguments, &call);
   call.scale = checked_scale(arguments.scale, call.depth);
   call.query = heads_view(&arguments.query);
@@ -171,6 +179,7 @@ Tensor attention(Stack stack) {
     noted->reads(call.key.data, arguments.key);
     noted->reads(call.value.data, arguments.value);
     noted->reads(call.mask.data, arguments.mask);
+    noted->reads(call.sinks.data, arguments.sinks);
     noted->writes(call.out, 0);
   }
   return out;
@@ -183,7 +192,7 @@ const ChainableOp chainable("attention", &attention);
 STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, *, float? scale=None, bool causal=False, "
-      "int causal_offset=0, int window=0, bool one_sees_all=False) -> Tensor");
+      "int causal_offset=0, int window=0, bool one_sees_all=False, Tensor? sinks=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("attention", &boxed<attention>); }

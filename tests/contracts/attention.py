@@ -11,7 +11,8 @@ from tests.contracts.operands import FLOATS, HEADS, BadArgument, Call, X, ops, r
 ON_XPU = True
 SCHEMAS = {
     "attention": "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, *, float? scale=None, "
-    "bool causal=False, int causal_offset=0, int window=0, bool one_sees_all=False) -> Tensor",
+    "bool causal=False, int causal_offset=0, int window=0, bool one_sees_all=False, Tensor? sinks=None) "
+    "-> Tensor",
 }
 
 
@@ -23,6 +24,7 @@ def samples_attention() -> Iterator[Call]:
         yield (query.transpose(1, 2), random(2, 12, 7, 8, dtype=dtype), random(2, 12, 7, 8, dtype=dtype)), {}
     yield (query, key, key, random(2, 1, 1, 9) < 0), {}
     yield (query, key, key, random(12, 9).to(query.dtype)), {"causal": True}
+    yield (query, key, key), {"causal": True, "sinks": random(4, 1, 1)}
     yield (query[:, :, :0], key, key), {}
 
 
@@ -41,6 +43,9 @@ BAD_ARGUMENTS: list[BadArgument] = [
     (lambda: ops.attention(HEADS, HEADS, HEADS, random(4)), r"mask: .* broadcasts to \[2, 3, 5, 5\], got \[4\]"),
     (lambda: ops.attention(HEADS, HEADS, HEADS, random(2, 2, 3, 5, 5)), r"mask: expected \[1, windows, .* got \[2, 2"),
     (lambda: ops.attention(HEADS, HEADS, HEADS, torch.zeros(5, dtype=torch.int32)), "mask: expected .* got int32"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, sinks=random(3)), r"sinks: .* to \[2, 3, 5, 1\], got \[3\]"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, sinks=random(1, 1, 3, 1, 1)), r"sinks: .* to \[2, 3, 5, 1\], got"),
+    (lambda: ops.attention(HEADS, HEADS, HEADS, sinks=HEADS > 0), "sinks: expected dtype float32 or .* got bool"),
     (lambda: ops.attention(HEADS, HEADS, HEADS, scale=float("nan")), "scale: expected a finite number, got nan"),
     (lambda: ops.attention(HEADS, HEADS, HEADS, window=-1), "window: expected a number of at least 0, got -1"),
 ]

@@ -16,6 +16,7 @@ from xopt.bench.replay_operands import Named, dtype_of, operands_of
 from xopt.bench.replay_recurrent import recurrent_contenders
 from xopt.bench.replay_torch import torch_contenders
 from xopt.bench.replay_transposed import is_transposed, transposed_contenders
+from xopt.modules.attention import attend_with_torch
 
 Tensor = torch.Tensor
 
@@ -247,7 +248,8 @@ def _attention_contenders(kernel: dict[str, Any], make: Callable[[], Named], all
         mask = named.get("mask", named.get("attn_mask"))
         if named.get("window") or named.get("causal_offset"):
             mask, causal = _banded(named, causal, mask), False
-        return named["query"], named["key"], named["value"], mask, causal, named.get("scale")
+        tensors = named["query"], named["key"], named["value"], mask
+        return *tensors, causal, named.get("scale"), named.get("sinks")
 
     if kernel["operator"] == "xopt::attention":
         return [Contender("torch", operands, _run_torch_attention)]
@@ -272,15 +274,14 @@ def _banded(named: Named, causal: bool, mask: Tensor | None) -> Tensor | None:
 
 
 def _run_torch_attention(operands: tuple[Any, ...]) -> Tensor:
-    query, key, value, mask, causal, scale = operands
-    attention = torch.nn.functional.scaled_dot_product_attention
-    result = attention(
-        query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    query, key, value, mask, causal, scale, sinks = operands
+    grouped = query.shape[1] != key.shape[1]
+    result = attend_with_torch(query, key, value, mask, causal=causal, scale=scale, gqa=grouped, sinks=sinks)
     return result.transpose(1, 2)
 
 
 def _run_our_attention(operands: tuple[Any, ...]) -> Tensor:
-    query, key, value, mask, causal, scale = operands
-    result: Tensor = torch.ops.xopt.attention.default(query, key, value, mask, scale=scale, causal=causal)
+    query, key, value, mask, causal, scale, sinks = operands
+    attention = torch.ops.xopt.attention.default
+    result: Tensor = attention(query, key, value, mask, scale=scale, causal=causal, sinks=sinks)
     return result.transpose(1, 2)

@@ -39,6 +39,7 @@ from xopt.modules.pattern import (
     shape_of,
     step,
 )
+from xopt.modules.repeated_heads import before_repeats
 from xopt.modules.substitute import are_plain, in_place_of
 from xopt.modules.views import transposed
 from xopt.ops.fakes import FLOATING
@@ -60,31 +61,74 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[batch, queries, heads, depth], contiguous. Under autocast all three have its dtype, as torch's own have."""
     dtype = autocast_dtype(query.device)
     if dtype is not None and not query.dtype == key.dtype == value.dtype == dtype:  # a cache may have its own
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return _attention(query, key, value, mask, scale=scale, causal=causal)  # type: ignore[no-any-return]
+    return _attention(query, key, value, mask, scale=scale, causal=causal, sinks=sinks)  # type: ignore[no-any-return]
+
+
+def attend_with_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[batch, heads, queries, depth]. Of sinks torch's function knows nothing."""
+    if sinks is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
+        )
+    if gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    scores = query @ key.mT * (1.0 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        mask = seen if mask is None else join_masks(mask, seen)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    scores = torch.cat([scores.float(), sinks.float().expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., :-1].to(value.dtype) @ value
 
 
 @step("attention")
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
 ) -> Tensor:
-    """`mask`: also one of windows, [images or 1, windows, heads, queries, keys], which a batch is full of."""
+    """`mask`: also one of windows, [images or 1, windows, heads, queries, keys], which a batch is full of. `sinks`: one
+    more score for each query, of no value, as [batch, heads, queries, 1]."""
     of_windows = mask is not None and mask.ndim == 5
     if mask is not None and of_windows and mask.shape[0] != 1:
         mask, of_windows = mask.flatten(0, 1), False
     of_one_image = mask[0] if mask is not None and of_windows else mask
-    if not can_attend(query, key, value, of_one_image) or not _heads_fit(query.shape, key.shape, gqa):
+    fits = can_attend(query, key, value, of_one_image) and _heads_fit(query.shape, key.shape, gqa)
+    if not fits or wants_gradient(sinks):
         if mask is not None and of_windows:
             mask = mask.expand(query.shape[0] // mask.shape[1], *mask.shape[1:]).flatten(0, 1)
-        return functional.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
-        )
-    return attend(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
+        return attend_with_torch(query, key, value, mask, causal=causal, scale=scale, gqa=gqa, sinks=sinks)
+    return attend(query, key, value, mask, causal=causal, scale=scale, sinks=sinks).transpose(1, 2)
 
 
 def _heads_fit(query: Shape, key: Shape, gqa: bool) -> bool:
@@ -148,11 +192,14 @@ def put_attention(
     causal: bool,
     scale: float | None,
     gqa: bool = False,
+    sinks: Any = None,
 ) -> Node:
-    """The attention of tensors with three dimensions or more, with a result of this dtype: steps where the graph
-    stands."""
-    tensors = [_rounded(graph, tensor, dtype) for tensor in tensors]
+    """The attention of tensors with three dimensions or more (four, where there are sinks), with a result of this
+    dtype: steps where the graph stands."""
     dims = len(shape_of(tensors[0]))
+    once = before_repeats(*tensors[1:]) if dims == 4 and not gqa else None
+    tensors, gqa = (tensors, gqa) if once is None else ((tensors[0], *once), True)
+    tensors = [_rounded(graph, tensor, dtype) for tensor in tensors]
     kwargs: dict[str, Any] = {"causal": causal, "scale": scale}
     if dims > 4:
         heads = _innermost_of_parts(tensors) if mask is None or len(shape_of(mask)) <= 2 else None
@@ -165,7 +212,8 @@ def put_attention(
     if dims == 3:
         tensors = [described(graph.call_method("unsqueeze", (tensor, 1))) for tensor in tensors]
         mask = mask if mask is None else described(graph.call_function(with_one_head, (mask,)))
-    attended = described(graph.call_function(scaled_dot_product_attention, (*tensors, mask), {**kwargs, "gqa": gqa}))
+    arguments = (*tensors, mask) if sinks is None else (*tensors, mask, sinks)
+    attended = described(graph.call_function(scaled_dot_product_attention, arguments, {**kwargs, "gqa": gqa}))
     return graph.call_method("squeeze", (attended, 1)) if dims == 3 else attended
 
 
@@ -218,21 +266,27 @@ def attention_call(
     scale: float | None,
     fits: Callable[..., bool] | None = None,
     one_sees_all: bool = False,
+    sinks: Value | None = None,
 ) -> Call:
     def shape(query: Shape, key: Shape, value: Shape) -> Shape:
         return (query[0], query[2], query[1], value[3])
 
-    arguments = (query, key, value, mask, None if scale is None else float(scale), causal, 0, 0, one_sees_all)
+    arguments = (query, key, value, mask, None if scale is None else float(scale), causal, 0, 0, one_sees_all, sinks)
     return Call("attention", arguments, query, shape, others=(key, value), fits=fits)
 
 
-@chainable(scaled_dot_product_attention, where=lambda node: is_plain_attention(node, node.args[3]))
+def _is_plain(node: Node) -> bool:
+    return is_plain_attention(node, node.args[3]) and all(dtype_of(sinks) in FLOATING for sinks in node.args[4:])
+
+
+@chainable(scaled_dot_product_attention, where=_is_plain)
 def _attention_call(
     seen: Seen,
     query: Value,
     key: Value,
     value: Value,
     mask: Value | None,
+    sinks: Value | None = None,
     *,
     causal: bool,
     scale: float | None,
@@ -241,7 +295,8 @@ def _attention_call(
     def fits(query: Shape, key: Shape, value: Shape) -> bool:
         return key[0] == query[0] and key[:3] == value[:3] and _heads_fit(query, key, gqa)
 
-    return transposed(seen.call(attention_call(query, key, value, mask, causal=causal, scale=scale, fits=fits)), 1, 2)
+    call = attention_call(query, key, value, mask, causal=causal, scale=scale, fits=fits, sinks=sinks)
+    return transposed(seen.call(call), 1, 2)
 
 
 @in_place_of(functional.scaled_dot_product_attention, switch="fuse_attention")

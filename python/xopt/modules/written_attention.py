@@ -1,12 +1,14 @@
 """Attention that a forward writes out (a product, a softmax, another product), found and given to xopt's kernel.
 
 The last product may also be that of the transposed values with the transposed weights, as forwards have it that keep
-channels before positions (SAGAN, CompVis' autoencoders, EfficientViT).
+channels before positions (SAGAN, CompVis' autoencoders, EfficientViT). Scores may have one more column, of sinks, which
+is dropped after the softmax (GPT-OSS, DeepSeek-V4, MiMo-V2).
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from xopt.modules.pattern import (
     DIVIDE,
     MATMUL,
     MULTIPLY,
+    SUBTRACT,
     Pattern,
     allow_copies,
     argument,
@@ -32,7 +35,9 @@ from xopt.modules.pattern import (
     operands,
     permutation,
     put_in_place,
+    readers,
     shape_of,
+    transposed_matrix,
 )
 from xopt.modules.softmax import SOFTMAX, is_along_last
 from xopt.ops.fakes import FLOATING
@@ -63,6 +68,8 @@ class _Written(NamedTuple):
     """How many of the masks, from the inside, are put on the scores before that."""
     passed: list[Node]
     """The steps between both products, with the first of them, which end in none but this attention."""
+    sinks: Any
+    """As [batch, heads, queries, 1], or None."""
 
 
 class FindWrittenAttention(Pattern):
@@ -90,6 +97,12 @@ def _attention(node: Node) -> _Written | None:
         weights, value = value, weights
     softmax = _through_casts(of_columns if gives_columns else weights)
     softmax = _through_casts(_seen_as(softmax, 4)) or softmax if dims == 3 else softmax
+    sinks: Any = None
+    if dims == 4 and is_call(softmax, operator.getitem) and softmax.args[1] == (..., slice(None, -1, None)):
+        softmax = _through_casts(softmax.args[0])
+        sinks = _sinks(softmax)
+        if sinks is None:
+            return None
     if not is_call(softmax, *SOFTMAX) or only_reader(softmax) is None or not is_along_last(softmax):
         return None
     masks: list[tuple[str, Any, Any]] = []
@@ -97,6 +110,9 @@ def _attention(node: Node) -> _Written | None:
     heads, outer_masks = None, 0
     scores: Any = softmax.args[0]
     passed: list[Node] = [*_before_softmax(weights, softmax), softmax]
+    if sinks is not None:
+        scores, sinks = sinks
+        passed = []  # none of them has as many columns as there are keys
     while True:
         scores = _through_casts(scores)
         if not isinstance(scores, Node) or only_reader(scores) is None:
@@ -119,6 +135,8 @@ def _attention(node: Node) -> _Written | None:
     if heads is None and len(shape_of(softmax)) != dims:
         return None
     query, key = product
+    if transposed and (as_rows := transposed_matrix(key)) is not None:
+        key, transposed = as_rows, False
     numbers = [factor for factor in scale if not isinstance(factor, Node)]
     of_heads = [factor for factor in scale if isinstance(factor, Node)]
     flat_masks = 0 if heads is None else len(masks) - outer_masks
@@ -134,7 +152,31 @@ def _attention(node: Node) -> _Written | None:
         heads,
         flat_masks,
         passed,
+        sinks,
     )
+
+
+def _sinks(softmax: Any) -> tuple[Node, Node] | None:
+    """The scores and the one column more that a softmax is of, both less their largest or as they are."""
+    if not is_call(softmax, *SOFTMAX):
+        return None
+    logits = _through_casts(softmax.args[0])
+    less = operands(logits, SUBTRACT)
+    if less is not None:
+        logits, largest = less
+        others = [reader for reader in readers(logits) if reader is not largest]
+        if not is_call(largest, torch.amax) or largest.args != (logits, -1, True) or len(others) != 1:
+            return None
+    elif only_reader(logits) is None:
+        return None
+    parts = argument(logits, 0, "tensors") if is_call(logits, torch.cat, torch.concat) else None
+    dim = argument(logits, 1, "dim", 0) if parts is not None else None
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-1, len(shape_of(logits)) - 1):
+        return None
+    scores, sinks = parts
+    if shape_of(sinks)[-1:] != (1,) or dtype_of(sinks) not in FLOATING:
+        return None
+    return scores, sinks.args[0] if is_call(sinks, "expand") else sinks  # the kernel broadcasts them
 
 
 def _transposed(node: Any) -> Any:
@@ -335,7 +377,7 @@ def _put(graph: Graph, node: Node, found: _Written) -> None:
                 each = call(with_heads, each, *(found.heads or ()))
             added = each if (kind, filling) == ("add", None) else call(as_mask, kind, each, filling)
             mask = added if mask is None else call(join_masks, mask, added)
-        result = put_attention(graph, tensors, mask, dtype_of(node), causal=False, scale=found.scale)
+        result = put_attention(graph, tensors, mask, dtype_of(node), causal=False, scale=found.scale, sinks=found.sinks)
         if found.heads is not None:
             result = method("flatten", result, 0, 1)
         if found.gives_columns:

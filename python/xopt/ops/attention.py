@@ -18,8 +18,9 @@ def _attention(
     causal_offset: int = 0,
     window: int = 0,
     one_sees_all: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    check("attention", {"query": query, "key": key, "value": value, "mask": mask}, FLOATING)
+    check("attention", {"query": query, "key": key, "value": value, "mask": mask, "sinks": sinks}, FLOATING)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise RuntimeError(
