@@ -10,12 +10,6 @@
 
 namespace xopt {
 
-// [batch, heads, rows, columns] with strides in elements; columns are contiguous.
-struct HeadsView {
-  const void* data;
-  int64_t batch_stride, head_stride, row_stride;
-};
-
 enum class MaskKind : uint8_t { none, allowed, f32, bf16, f16 };  // `allowed`: bytes, 0 for what must not be seen
 
 // [batch, query head, query, key], with strides of 0 where it is broadcast. Of a float kind it is added to the scores.

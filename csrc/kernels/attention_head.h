@@ -3,6 +3,7 @@
 
 #include "kernels/attention_pack.h"
 #include "kernels/attention_softmax.h"
+#include "kernels/each_item.h"
 #include "kernels/gemm_plan.h"
 
 namespace xopt::XOPT_ISA {
@@ -145,20 +146,6 @@ XOPT_INLINE void write_scaled(const float* sums, float inverse, int64_t count, T
   int64_t i = 0;
   for (; i + 2 * kWidth <= count; i += 2 * kWidth) store_two(out + i, scaled(i), scaled(i + kWidth));
   for (; i < count; i += kWidth) store_first(out + i, scaled(i), count - i);
-}
-
-// Items of unequal length (causality) go to whichever thread is free: no item's result depends on another.
-template <class Compute>
-void for_each_item(int64_t items, int64_t threads, const Compute& make_compute) {
-  int64_t next = 0;
-  parallel_for_some(static_cast<int>(minimum(items, threads)), [&](int, int) {
-    auto compute = make_compute();
-    for (;;) {
-      const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (item >= items) return;
-      compute(item);
-    }
-  });
 }
 
 }  // namespace xopt::XOPT_ISA

@@ -40,6 +40,12 @@ struct RowsView {
   int64_t outer_stride = 0;
 };
 
+// [batch, heads, rows, columns] with strides in elements; columns are contiguous.
+struct HeadsView {
+  const void* data;
+  int64_t batch_stride, head_stride, row_stride;
+};
+
 // How many channels kernels put side by side themselves, of images that have them elsewhere.
 inline constexpr int64_t kMostChannelsApart = 16;
 

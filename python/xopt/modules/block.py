@@ -28,6 +28,7 @@ from xopt.graph.steps import OtherSizes
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbol, is_symbolic
 from xopt.modules import channels_last
 from xopt.modules.base import Replacement, derive, has_kernels
+from xopt.modules.called import Own, with_substitutes
 from xopt.modules.chain_graph import chain_steps
 from xopt.modules.direct import is_direct
 from xopt.modules.flow import Flow
@@ -273,10 +274,11 @@ class Block(nn.Module):
     @classmethod
     def _xopt_attributes(cls, source: type[nn.Module]) -> dict[str, Any]:
         source_forward = source.forward
+        own = _own_of(source_forward)
 
         @functools.wraps(source_forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return run(self, source_forward, args, kwargs)
+            return run(self, _chosen(self, source_forward, own), args, kwargs)
 
         return {"forward": forward}
 
@@ -293,10 +295,23 @@ class Block(nn.Module):
         self.__dict__[EPOCH] = self.__dict__.get(EPOCH, 0) + 1
 
 
+_own_of = functools.cache(with_substitutes)
+
+
+def _chosen(module: nn.Module, forward: Forward, own: Own | None) -> Forward:
+    """The forward, or its copy that finds substitutes."""
+    programs: Programs | None = None if own is None else module.__dict__.get(PROGRAMS)
+    if own is None or programs is None or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return forward
+    return own.forward if all(getattr(programs.config, switch) for switch in own.switches) else forward
+
+
 def source_forward(module: nn.Module) -> Forward:
     """The forward of the class that a module had before it became a block."""
     forward: Forward = type(module).forward
-    return forward.__wrapped__ if isinstance(module, Block) else forward  # type: ignore[attr-defined]
+    if isinstance(module, Block):
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return _chosen(module, forward, _own_of(forward))
 
 
 class TensorBlock(Block):

@@ -1,0 +1,110 @@
+"""The gated delta rule of linear attention, on xopt's kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from xopt import ops  # noqa: F401 - loads them
+from xopt.modules.chain import Call, Seen, Shape, Value, chainable
+from xopt.modules.fixed_dtype import has_fixed_dtype
+from xopt.modules.gradients import wants_gradient
+from xopt.modules.pattern import dtype_of, is_on_cpu, step
+from xopt.modules.substitute import are_plain
+from xopt.ops.fakes import FLOATING
+
+_delta_rule = torch.ops.xopt.delta_rule.default
+
+
+def can_correct(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor | None) -> bool:
+    """Whether the kernel takes these tensors."""
+    tensors = [each for each in (query, key, value, decay, rate, state) if each is not None]
+    if not are_plain(*tensors) or not all(each.is_cpu and each.dtype in FLOATING for each in tensors):
+        return False
+    if not query.ndim == key.ndim == value.ndim == 4 or not query.dtype == key.dtype == value.dtype:
+        return False
+    return query.shape[2] > 0 and value.shape[2] % query.shape[2] == 0 and not wants_gradient(*tensors)
+
+
+@step("delta rule")
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    state: Tensor | None,
+    *,
+    unit_eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """[batch, steps, heads, depth] of all three, and of the result; decay and rate as [batch, steps, heads], the decay
+    maybe with a last dimension for the rows of the state, which is [batch, heads, depth, value depth]."""
+    if not can_correct(query, key, value, decay, rate, state):
+        return correct_with_torch(query, key, value, decay, rate, state, unit_eps=unit_eps)
+    return _delta_rule(query, key, value, decay, rate, state, unit_eps=unit_eps)  # type: ignore[no-any-return]
+
+
+def correct_with_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    state: Tensor | None,
+    *,
+    unit_eps: float | None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same step by step."""
+    dtype, group = query.dtype, value.shape[2] // max(1, query.shape[2])
+    query, key = (each.float().repeat_interleave(group, 2) for each in (query, key))
+    value, decay, rate = value.float(), decay.float().exp(), rate.float()
+    if unit_eps is not None:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + unit_eps) for x in (query, key))
+    query = query * (1.0 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale)
+    decay = decay.unsqueeze(-1) if decay.ndim == 4 else decay[..., None, None]
+    batch, steps, heads, depth = value.shape
+    now = value.new_zeros(batch, heads, query.shape[-1], depth) if state is None else state.float()
+    outputs = []
+    for i in range(steps):
+        now = now * decay[:, i]
+        wrong = (value[:, i] - (now * key[:, i].unsqueeze(-1)).sum(-2)) * rate[:, i].unsqueeze(-1)
+        now = now + key[:, i].unsqueeze(-1) * wrong.unsqueeze(-2)
+        outputs.append((now * query[:, i].unsqueeze(-1)).sum(-2))
+    return (torch.stack(outputs, 1) if outputs else value).to(dtype), now
+
+
+def _is_plain(node: Node) -> bool:
+    tensors: list[Any] = [each for each in node.args if each is not None]
+    if not all(is_on_cpu(each) and has_fixed_dtype(each) and dtype_of(each) in FLOATING for each in tensors):
+        return False
+    return len({dtype_of(each) for each in node.args[:3]}) == 1
+
+
+@chainable(gated_delta_rule, where=_is_plain, has_parts=True)
+def _delta_rule_call(
+    seen: Seen,
+    query: Value,
+    key: Value,
+    value: Value,
+    decay: Value,
+    rate: Value,
+    state: Value | None,
+    *,
+    unit_eps: float | None,
+) -> Call:
+    def shape(value: Shape, query: Shape) -> Shape:
+        return value
+
+    def second(value: Shape, query: Shape) -> Shape:
+        return (value[0], value[2], query[3], value[3])
+
+    def fits(value: Shape, query: Shape) -> bool:
+        return len(value) == len(query) == 4 and query[2] > 0 and value[2] % query[2] == 0
+
+    arguments = (query, key, value, decay, rate, state, None, unit_eps)
+    return Call("delta_rule", arguments, value, shape, others=(query,), second=second, fits=fits)
