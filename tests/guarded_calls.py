@@ -192,13 +192,13 @@ def rotary_calls(caller: Caller, positions: int, half: int, kept: int, dtype: to
         caller.call(f"rotary {where} {options}", torch.ops.xopt.rotary, query, key, cos, sin, **options)
 
 
-def delta_rule_calls(caller: Caller, steps: int, depth: int, columns: int, dtype: torch.dtype) -> None:
+def linear_attention_calls(caller: Caller, steps: int, depth: int, columns: int, dtype: torch.dtype) -> None:
     query, key = (torch.randn(1, steps, 2, depth).to(dtype) for _ in range(2))
     value, state = torch.randn(1, steps, 4, columns).to(dtype), torch.randn(1, 4, depth, columns)
     rate = torch.rand(1, steps, 4).to(dtype)
     for decay in (-torch.rand(1, steps, 4), -torch.rand(1, steps, 4, depth).to(dtype)):
-        what = f"delta_rule {steps}x{depth}x{columns} {dtype}"
-        caller.call(what, torch.ops.xopt.delta_rule, query, key, value, decay, rate, state, unit_eps=1e-6)
+        what = f"linear_attention {steps}x{depth}x{columns} {dtype}"
+        caller.call(what, torch.ops.xopt.linear_attention, query, key, value, decay, rate, state, unit_eps=1e-6)
 
 
 CONV_KERNELS = (((1, 1), 1, 0), ((3, 3), 1, 1), ((2, 3), 2, 0), ((7, 1), 3, 3))  # with stride and padding
@@ -357,7 +357,7 @@ def main(mode: str) -> None:
         for dtype in FLOATS:
             attention_calls(caller, m, n, k, dtype)
             matmul_calls(caller, m, n, k, dtype)
-            delta_rule_calls(caller, m, n, k, dtype)
+            linear_attention_calls(caller, m, n, k, dtype)
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             concat_calls(caller, m, n, k, dtype)
             combine_calls(caller, m, n, k, dtype)

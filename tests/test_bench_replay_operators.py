@@ -99,9 +99,9 @@ def attention(queries: int, keys: int, **options: Any) -> Any:
     return ops.attention(torch.randn(1, 2, queries, 16), cache, cache, causal=True, **options)
 
 
-def delta_rule(steps: int) -> Any:
+def linear_attention(steps: int) -> Any:
     query, value = torch.randn(1, steps, 2, 16), torch.randn(1, steps, 4, 16)
-    return ops.delta_rule(query, query, value, -torch.rand(1, steps, 4), torch.rand(1, steps, 4), unit_eps=1e-6)
+    return ops.linear_attention(query, query, value, -torch.rand(1, steps, 4), torch.rand(1, steps, 4), unit_eps=1e-6)
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -109,8 +109,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "attention, decoding": lambda: attention(1, 300),
     "attention, one of a text": lambda: attention(1, 300, one_sees_all=True),
     "attention, with sinks": lambda: attention(20, 20, sinks=torch.randn(2, 1, 1)),
-    "delta_rule": lambda: delta_rule(20),
-    "delta_rule, decoding": lambda: delta_rule(1),
+    "linear_attention": lambda: linear_attention(20),
+    "linear_attention, decoding": lambda: linear_attention(1),
     "concat": lambda: ops.concat([torch.randn(1, 4, 9, 8), torch.randn(1, 1, 4, 8).transpose(1, 2)], -2),
     "combine": lambda: ops.combine(image(2, 8, 6, 5), torch.randn(2, 8, 1, 1), "mul"),
     "pointwise": lambda: ops.pointwise(

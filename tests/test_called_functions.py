@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import xopt
 from tests.families import calls_of
-from tests.test_transformers_states import LINEAR, SMALL, model_of
+from tests.test_transformers_states import LINEAR, SMALL, cache_in, model_of, step
 from xopt.modules import called
 from xopt.modules.called import in_place_of_named, with_substitutes
 
@@ -59,7 +60,7 @@ def substituted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     itself_known = known
 
-    @in_place_of_named("known", switch="fuse_attention", fits=lambda function: function is itself_known)
+    @in_place_of_named("known", switch="fuse_attention", fits=lambda function, _: function is itself_known)
     def in_its_place(source: Callable[[int], int], x: int) -> int:
         seen.append(x)
         return source(x) + 100
@@ -117,17 +118,33 @@ def qwen() -> Any:
 WORDS = torch.arange(1, 41).reshape(2, 20)
 
 
-@pytest.mark.parametrize("name", ["qwen 3.5", "qwen 3 next", "olmo hybrid"])
+@pytest.mark.parametrize("name", ["qwen 3.5", "qwen 3 next", "olmo hybrid", "mamba 2", "falcon h1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_models_run_it(name: str, dtype: torch.dtype) -> None:
     source = model_of(name)
-    optimized, before = xopt.optimize(source, dtype=dtype), calls_of("delta_rule")
+    optimized, before = xopt.optimize(source, dtype=dtype), calls_of("linear_attention")
     expected = source(WORDS).logits
     for _ in range(2):
         logits = optimized(WORDS).logits
         assert float((logits - expected).norm() / expected.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
-    assert calls_of("delta_rule") >= before + 2 * 3  # each of three layers
+    assert calls_of("linear_attention") >= before + 2 * (2 if name == "mamba 2" else 3)  # each layer that has it
+
+
+@pytest.mark.parametrize("name", ["qwen 3.5", "mamba 2", "falcon h1"])
+@torch.no_grad()
+def test_steps_run_it(name: str) -> None:
+    source = model_of(name)
+    optimized = xopt.optimize(source)
+    caches: list[Any] = [None, None]
+    for begin, end in ((0, 7), (7, 8), (8, 9), (9, 13), (13, 14)):
+        before = calls_of("linear_attention")
+        results = [
+            step(model, WORDS[:, begin:end], cache) for model, cache in zip((optimized, source), caches, strict=True)
+        ]
+        assert calls_of("linear_attention") >= before + 2
+        caches = [cache_in(result) for result in results]
+        torch.testing.assert_close(results[0].logits, results[1].logits, rtol=1e-4, atol=1e-4)
 
 
 def kimi() -> Any:
@@ -147,27 +164,27 @@ def kimi() -> Any:
 @torch.no_grad()
 def test_decays_by_row() -> None:
     source = kimi()
-    optimized, before = xopt.optimize(source, dtype=torch.float32), calls_of("delta_rule")
+    optimized, before = xopt.optimize(source, dtype=torch.float32), calls_of("linear_attention")
     x = torch.randn(2, 70, 32)
     for _ in range(2):
         torch.testing.assert_close(optimized(x), source(x), rtol=1e-4, atol=1e-5)
-    assert calls_of("delta_rule") >= before + 2
+    assert calls_of("linear_attention") >= before + 2
 
 
 @torch.no_grad()
 def test_a_switch_turns_it_off() -> None:
-    optimized, before = xopt.optimize(qwen(), config=xopt.Config(fuse_attention=False)), calls_of("delta_rule")
+    optimized, before = xopt.optimize(qwen(), config=xopt.Config(fuse_attention=False)), calls_of("linear_attention")
     optimized(WORDS)
-    assert calls_of("delta_rule") == before
+    assert calls_of("linear_attention") == before
 
 
 @torch.no_grad()
 def test_other_models_go_on_as_they_were() -> None:
     source = qwen()
     xopt.optimize(source)
-    before = calls_of("delta_rule")
+    before = calls_of("linear_attention")
     source(WORDS)
-    assert calls_of("delta_rule") == before
+    assert calls_of("linear_attention") == before
 
 
 @torch.no_grad()
@@ -175,9 +192,9 @@ def test_copies_and_pickles_run_it() -> None:
     source = qwen()
     optimized = xopt.optimize(source)
     for model in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
-        before = calls_of("delta_rule")
+        before = calls_of("linear_attention")
         torch.testing.assert_close(model(WORDS).logits, source(WORDS).logits, rtol=1e-4, atol=1e-4)
-        assert calls_of("delta_rule") > before
+        assert calls_of("linear_attention") > before
 
 
 def test_gradients_are_the_source_s() -> None:
@@ -191,17 +208,16 @@ def test_gradients_are_the_source_s() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
-def test_a_function_that_computes_another_thing_is_left() -> None:
+def test_a_function_that_computes_another_thing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
-    from xopt.integrations.delta_rule import _computes_it, _is_the_rule
-
-    rule: Any = modeling_qwen3_5.torch_recurrent_gated_delta_rule
-    assert _is_the_rule(rule)
+    name = "torch_recurrent_gated_delta_rule"
+    rule, known = inspect.unwrap(getattr(modeling_qwen3_5, name)), called._called[name]
+    assert known.fits(rule, known.substitute)
 
     def other(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
         return rule(query, key, value, g=2 * g, beta=beta, **options)
 
-    assert not _computes_it(other)
-    assert not _computes_it(lambda x: x)
-    assert not _is_the_rule(other)  # nor is it transformers'
+    assert not known.fits(other, known.substitute)  # it is not transformers'
+    monkeypatch.setattr(other, "__module__", rule.__module__)
+    assert not known.fits(other, known.substitute)

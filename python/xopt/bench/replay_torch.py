@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from xopt.bench.errors import UnavailableError
 from xopt.bench.replay_contender import Contender
 from xopt.bench.replay_operands import Named
-from xopt.modules.delta_rule import correct_with_torch
+from xopt.modules.linear_attention import scan_with_torch
 
 Tensor = torch.Tensor
 
@@ -136,10 +136,11 @@ def _pointwise(named: Named) -> Tensor:
     return result.to(named.get("out_dtype") or named["inputs"][0].dtype)
 
 
-def _delta_rule(named: Named) -> Tensor:
+def _linear_attention(named: Named) -> Tensor:
     query, key, value, decay, rate = (named[name] for name in ("query", "key", "value", "decay", "rate"))
-    options: dict[str, Any] = {name: named.get(name) for name in ("unit_eps", "scale")}
-    return correct_with_torch(query, key, value, decay, rate, named.get("state"), **options)[0]
+    known = ("unit_eps", "scale", "corrects", "state_by_columns", "out_dtype")
+    options: dict[str, Any] = {name: named[name] for name in known if name in named}
+    return scan_with_torch(query, key, value, decay, rate, named.get("state"), **options)[0]
 
 
 def _window_partition(named: Named) -> Tensor:
@@ -183,7 +184,7 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "concat": _concat,
     "combine": _combine,
     "pointwise": _pointwise,
-    "delta_rule": _delta_rule,
+    "linear_attention": _linear_attention,
     "batch_norm": _batch_norm,
     "window_partition": _window_partition,
     "window_merge": _window_merge,

@@ -31,7 +31,14 @@ from xopt.graph.symbol import (
     opaque_reads,
     recorder_of,
 )
-from xopt.integrations import cache_layers, delta_rule, experts, made_caches, output_hooks  # noqa: F401 - their rules
+from xopt.integrations import (  # noqa: F401 - their rules
+    cache_layers,
+    delta_rule,
+    experts,
+    made_caches,
+    output_hooks,
+    state_spaces,
+)
 from xopt.integrations.outputs import OUTPUT
 from xopt.modules.attention import attend, attention_call, attention_steps, can_attend, is_plain_attention
 from xopt.modules.base import Context, Replacement, own_forward

@@ -15,18 +15,21 @@ from typing import Any, NamedTuple, TypeVar
 Substitute = TypeVar("Substitute", bound=Callable[..., Any])
 
 
+Fits = Callable[[Any, Callable[..., Any]], bool]
+
+
 class _Called(NamedTuple):
     substitute: Callable[..., Any]
     switch: str
-    fits: Callable[[Any], bool]
+    fits: Fits
 
 
 _called: dict[str, _Called] = {}
 
 
-def in_place_of_named(*names: str, switch: str, fits: Callable[[Any], bool]) -> Callable[[Substitute], Substitute]:
+def in_place_of_named(*names: str, switch: str, fits: Fits) -> Callable[[Substitute], Substitute]:
     """Marks what takes the calls of functions with these names, which it gets as its first argument. `fits`: whether a
-    function is one of them. `switch`: the name in `Config` that turns it off."""
+    function is one that the substitute may stand for. `switch`: the name in `Config` that turns it off."""
 
     def mark(substitute: Substitute) -> Substitute:
         _called.update(dict.fromkeys(names, _Called(substitute, switch, fits)))
@@ -68,7 +71,7 @@ def _copied(function: Any, switches: set[str]) -> Any:
     for name in function.__code__.co_names:
         given = function.__globals__.get(name)
         called = _called.get(getattr(given, "__name__", ""))
-        if called is not None and called.fits(given):
+        if called is not None and called.fits(given, called.substitute):
             found[name] = functools.partial(called.substitute, given)
             switches.add(called.switch)
     wrapped = getattr(function, "__wrapped__", None)

@@ -1,8 +1,9 @@
-// xopt::delta_rule: the gated delta rule over steps of time, with the state that it begins with and the one that it leaves.
-#include "kernels/delta_rule.h"
+// xopt::linear_attention: over steps of time, with the state that it begins with and the one that it leaves.
+#include "kernels/linear_attention.h"
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "ops/check.h"
 #include "ops/noted_call.h"
@@ -12,10 +13,10 @@
 namespace xopt::ops {
 namespace {
 
-constexpr const char* kOp = "delta_rule";
+constexpr const char* kOp = "linear_attention";
 
-struct DeltaRuleArguments {
-  explicit DeltaRuleArguments(Stack stack)
+struct LinearAttentionArguments {
+  explicit LinearAttentionArguments(Stack stack)
       : query(stack.tensor()),
         key(stack.tensor()),
         value(stack.tensor()),
@@ -23,14 +24,20 @@ struct DeltaRuleArguments {
         rate(stack.tensor()),
         state(stack.optional_tensor()),
         scale(stack.optional_number()),
-        unit_eps(stack.optional_number()) {}
+        unit_eps(stack.optional_number()),
+        corrects(stack.boolean()),
+        state_by_columns(stack.boolean()),
+        out_dtype(stack.optional_dtype_code()) {}
 
   Tensor query, key, value, decay, rate, state;
   std::optional<double> scale, unit_eps;
+  bool corrects, state_by_columns;
+  std::optional<int32_t> out_dtype;
 };
 
 // [batch, steps, heads, columns], which is replaced by a copy where its columns are not contiguous.
-HeadsView steps_view(const char* name, Tensor* tensor, const DeltaRuleCall& call, int64_t heads, int64_t columns) {
+HeadsView steps_view(const char* name, Tensor* tensor, const LinearAttentionCall& call, int64_t heads,
+                     int64_t columns) {
   const Checked checked{kOp, name, *tensor};
   checked.cpu();
   checked.dtype({call.dtype});
@@ -40,7 +47,7 @@ HeadsView steps_view(const char* name, Tensor* tensor, const DeltaRuleCall& call
 }
 
 // [batch, steps, heads], or with a last dimension for the rows of the state.
-StepNumbers numbers(const char* name, const Tensor& tensor, const DeltaRuleCall& call, bool by_row) {
+StepNumbers numbers(const char* name, const Tensor& tensor, const LinearAttentionCall& call, bool by_row) {
   const Checked checked{kOp, name, tensor};
   checked.cpu();
   const DType dtype = checked.dtype(kFloating);
@@ -53,14 +60,14 @@ StepNumbers numbers(const char* name, const Tensor& tensor, const DeltaRuleCall&
 }
 
 // The sizes, as query and value have them.
-DeltaRuleCall sizes(const DeltaRuleArguments& arguments) {
+LinearAttentionCall sizes(const LinearAttentionArguments& arguments) {
   const Tensor &query = arguments.query, &value = arguments.value;
   for (const Checked& checked : {Checked{kOp, "query", query}, Checked{kOp, "value", value}}) {
     checked.cpu();
     if (checked.tensor.dims() == 4) continue;
     checked.fail("expected [batch, steps, heads, depth], got shape ", checked.tensor.shape_text());
   }
-  DeltaRuleCall call{};
+  LinearAttentionCall call{};
   call.dtype = Checked{kOp, "query", query}.dtype(kFloating);
   call.batch = query.size(0);
   call.steps = query.size(1);
@@ -76,30 +83,34 @@ DeltaRuleCall sizes(const DeltaRuleArguments& arguments) {
   return call;
 }
 
-void set_state(Tensor* state, DeltaRuleCall* call) {
+void set_state(Tensor* state, LinearAttentionCall* call) {
   if (!*state) return;
   const Checked checked{kOp, "state", *state};
   checked.cpu();
   call->state_dtype = checked.dtype(kFloating);
-  checked.shape({call->batch, call->heads, call->depth, call->value_depth});
+  if (call->state_by_columns) {
+    checked.shape({call->batch, call->heads, call->value_depth, call->depth});
+  } else {
+    checked.shape({call->batch, call->heads, call->depth, call->value_depth});
+  }
   if (!state->is_contiguous()) *state = state->contiguous_copy();
   call->state = state->data();
 }
 
-void run(const DeltaRuleCall& call) {
-  static Kernel<DeltaRuleFn> kernel("delta_rule", "f32");
+void run(const LinearAttentionCall& call) {
+  static Kernel<LinearAttentionFn> kernel("linear_attention", "f32");
   if (call.batch * call.heads * call.value_depth > 0) kernel(call);
 }
 
-Pair delta_rule(Stack stack) {
-  DeltaRuleArguments arguments{stack};
+Pair linear_attention(Stack stack) {
+  LinearAttentionArguments arguments{stack};
   check_no_gradient({{kOp, "query", arguments.query},
                      {kOp, "key", arguments.key},
                      {kOp, "value", arguments.value},
                      {kOp, "decay", arguments.decay},
                      {kOp, "rate", arguments.rate},
                      {kOp, "state", arguments.state}});
-  DeltaRuleCall call = sizes(arguments);
+  LinearAttentionCall call = sizes(arguments);
   const int64_t key_heads = arguments.query.size(2);
   call.query = steps_view("query", &arguments.query, call, key_heads, call.depth);
   call.key = steps_view("key", &arguments.key, call, key_heads, call.depth);
@@ -107,7 +118,10 @@ Pair delta_rule(Stack stack) {
   call.decays_by_row = arguments.decay.dims() == 4;
   call.decay = numbers("decay", arguments.decay, call, call.decays_by_row);
   call.rate = numbers("rate", arguments.rate, call, false);
+  call.corrects = arguments.corrects;
+  call.state_by_columns = arguments.state_by_columns;
   set_state(&arguments.state, &call);
+  call.out_dtype = arguments.out_dtype ? parse_dtype(kOp, "out_dtype", *arguments.out_dtype, kFloating) : call.dtype;
   const double depth = static_cast<double>(std::max<int64_t>(1, call.depth));
   const double scale = arguments.scale ? *arguments.scale : 1.0 / std::sqrt(depth);
   if (!std::isfinite(scale)) fail(kOp, "scale", "expected a finite number, got ", scale);
@@ -120,8 +134,9 @@ Pair delta_rule(Stack stack) {
   }
 
   const int64_t out_sizes[] = {call.batch, call.steps, call.heads, call.value_depth};
-  const int64_t state_sizes[] = {call.batch, call.heads, call.depth, call.value_depth};
-  Tensor out = Tensor::empty(out_sizes, 4, call.dtype), last_state = Tensor::empty(state_sizes, 4, DType::f32);
+  int64_t state_sizes[] = {call.batch, call.heads, call.depth, call.value_depth};
+  if (call.state_by_columns) std::swap(state_sizes[2], state_sizes[3]);
+  Tensor out = Tensor::empty(out_sizes, 4, call.out_dtype), last_state = Tensor::empty(state_sizes, 4, DType::f32);
   call.out = out.mutable_data();
   call.last_state = static_cast<float*>(last_state.mutable_data());
   run(call);
@@ -138,16 +153,17 @@ Pair delta_rule(Stack stack) {
   return {std::move(out), std::move(last_state)};
 }
 
-const ChainableOp chainable(kOp, &delta_rule);
+const ChainableOp chainable(kOp, &linear_attention);
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(xopt, library) {
   library.def(
-      "delta_rule(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor rate, Tensor? state=None, *, "
-      "float? scale=None, float? unit_eps=None) -> (Tensor out, Tensor last_state)");
+      "linear_attention(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor rate, Tensor? state=None, *, "
+      "float? scale=None, float? unit_eps=None, bool corrects=True, bool state_by_columns=False, "
+      "ScalarType? out_dtype=None) -> (Tensor out, Tensor last_state)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("delta_rule", &boxed<delta_rule>); }
+STABLE_TORCH_LIBRARY_IMPL(xopt, CPU, library) { library.impl("linear_attention", &boxed<linear_attention>); }
 
 }  // namespace xopt::ops

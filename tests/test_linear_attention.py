@@ -1,10 +1,11 @@
-"""xopt::delta_rule against the recurrence in float64: any sizes, full chunks and others, states, and any layout."""
+"""xopt::linear_attention against the recurrence in float64: any sizes, full chunks and others, states, any layout."""
 
 from __future__ import annotations
 
 import math
 import random
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from tests import cases
 from tests.cases import DTYPES
 from tests.families import Family
-from xopt.modules.delta_rule import correct_with_torch
+from xopt.modules.linear_attention import scan_with_torch
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt
@@ -21,7 +22,7 @@ LAYOUTS = {"contiguous": 4, "merged": 3, "transposed": 2, "k_strided": 1, "expan
 
 
 @dataclass(frozen=True)
-class DeltaRuleCase:
+class LinearAttentionCase:
     seed: int = 0
     dtype: str = "f32"
     numbers: str = "f32"  # of decays and rates
@@ -37,10 +38,13 @@ class DeltaRuleCase:
     unit: bool = True
     scale: float = 0.0  # 0: the default
     forgets: float = 1.0  # how much a step may
+    corrects: bool = True
+    by_columns: bool = False  # how the state lies
+    out: str = ""
 
 
-def sample(rng: random.Random) -> DeltaRuleCase:
-    return DeltaRuleCase(
+def sample(rng: random.Random) -> LinearAttentionCase:
+    return LinearAttentionCase(
         seed=rng.randrange(1_000_000),
         dtype=rng.choice(cases.FLOATS),
         numbers=rng.choice(cases.FLOATS),
@@ -56,6 +60,9 @@ def sample(rng: random.Random) -> DeltaRuleCase:
         unit=rng.random() < 0.8,
         scale=rng.choice((0.0, 0.0, 1.0, -0.3)),
         forgets=rng.choice((0.0, 0.1, 1.0, 1.0, 40.0, 1000.0)),
+        corrects=rng.random() < 0.6,
+        by_columns=rng.random() < 0.4,
+        out=rng.choice(("", "", *cases.FLOATS)),
     )
 
 
@@ -70,7 +77,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return cases.laid_out(x, layout)
 
 
-def inputs(case: DeltaRuleCase) -> tuple[list[Tensor], Tensor | None]:
+def inputs(case: LinearAttentionCase) -> tuple[list[Tensor], Tensor | None]:
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int, dtype: str) -> Tensor:
@@ -80,7 +87,8 @@ def inputs(case: DeltaRuleCase) -> tuple[list[Tensor], Tensor | None]:
     size = 1.0 if case.unit else 0.7 / math.sqrt(case.depth)  # longer keys correct too much, and states grow
     rows = [normal(*lead, case.heads, case.depth, dtype=case.dtype) * size for _ in range(2)]
     value = normal(*lead, heads, case.value_depth, dtype=case.dtype)
-    state = normal(case.batch, heads, case.depth, case.value_depth, dtype=case.state) if case.state else None
+    sizes = (case.value_depth, case.depth) if case.by_columns else (case.depth, case.value_depth)
+    state = normal(case.batch, heads, *sizes, dtype=case.state) if case.state else None
     row = (case.depth,) if case.by_row else ()
     decay = -case.forgets * torch.rand((*lead, heads, *row), generator=generator).to(DTYPES[case.numbers])
     rate = torch.rand((*lead, heads), generator=generator).to(DTYPES[case.numbers])
@@ -90,7 +98,13 @@ def inputs(case: DeltaRuleCase) -> tuple[list[Tensor], Tensor | None]:
     return [*(laid_out(x, case.layout) for x in (*rows, value)), decay, rate], state
 
 
-def expected_of(case: DeltaRuleCase, tensors: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+class Expected(NamedTuple):
+    value: Tensor
+    size: Tensor
+    """Of what was added up for it."""
+
+
+def expected_of(case: LinearAttentionCase, tensors: list[Tensor], state: Tensor | None) -> tuple[Expected, Expected]:
     query, key, value, decay, rate = (x.double() for x in tensors)
     query, key = (x.repeat_interleave(case.group, 2) for x in (query, key))
     if case.unit:
@@ -98,47 +112,62 @@ def expected_of(case: DeltaRuleCase, tensors: list[Tensor], state: Tensor | None
     query = query * (case.scale or max(1, case.depth) ** -0.5)
     decay = (decay if case.by_row else decay[..., None]).exp()[..., None]
     shape = (case.batch, value.shape[2], case.depth, case.value_depth)
-    now, out = torch.zeros(shape).double() if state is None else state.double(), torch.zeros_like(value)
+    state = None if state is None else state.double()
+    now = torch.zeros(shape).double() if state is None else state.mT if case.by_columns else state
+    out, most, size = torch.zeros_like(value), torch.zeros_like(value), now.abs()
     for step in range(case.steps):
-        now = now * decay[:, step]
-        read = torch.einsum("bhd,bhdv->bhv", key[:, step], now)
-        wrong = (value[:, step] - read) * rate[:, step, :, None]
-        now = now + key[:, step, :, :, None] * wrong[:, :, None]
+        now, size = now * decay[:, step], size * decay[:, step]
+        read = torch.einsum("bhd,bhdv->bhv", key[:, step], now) if case.corrects else torch.zeros_like(value[:, step])
+        factor = rate[:, step, :, None]
+        now = now + key[:, step, :, :, None] * (factor * (value[:, step] - read))[:, :, None]
+        size = size + (key[:, step, :, :, None] * (factor * (value[:, step].abs() + read.abs()))[:, :, None]).abs()
         out[:, step] = torch.einsum("bhd,bhdv->bhv", query[:, step], now)
-    return out, now
+        most[:, step] = torch.einsum("bhd,bhdv->bhv", query[:, step].abs(), size)
+    now, size = (x.mT if case.by_columns else x for x in (now, size))
+    return Expected(out, largest(most, (1, 3))), Expected(now, largest(size, (2, 3)))
 
 
-def expect_close(what: str, got: Tensor, expected: Tensor, dtype: str) -> None:
-    """Errors add up over steps and rows: against the largest of a head's numbers."""
-    assert got.shape == expected.shape, (what, got.shape, expected.shape)
-    if not expected.numel():
-        return
-    over = tuple(dim for dim in range(4) if dim not in ((0, 2) if what == "the output" else (0, 1)))
-    bound = 1e-5 * expected.abs().amax(over, keepdim=True) + ROUNDING[dtype] * expected.abs() + 1e-30
+def largest(x: Tensor, dims: tuple[int, int]) -> Tensor:
+    return x.amax(dims, keepdim=True) if x.numel() else x.sum(dims, keepdim=True)
+
+
+def expect_close(what: str, got: Tensor, expected: Expected, dtype: str) -> None:
+    """Errors add up over steps and rows: against the largest of what a head has added up."""
+    value = expected.value
+    assert got.shape == value.shape, (what, got.shape, value.shape)
+    bound = 1e-5 * expected.size + ROUNDING[dtype] * value.abs() + 1e-30
     bound = bound + (2.0**-24 if dtype == "f16" else 0)  # the smallest that it has
-    wrong = (got.double() - expected).abs() / bound
+    wrong = (got.double() - value).abs() / bound
     assert bool((wrong <= 1).all()), f"{what}: {float(wrong.max()):.3g} times the bound"
 
 
-def call(case: DeltaRuleCase, tensors: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, last = ops.delta_rule(*tensors, state, scale=case.scale or None, unit_eps=1e-6 if case.unit else None)
+def call(case: LinearAttentionCase, tensors: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, last = ops.linear_attention(
+        *tensors,
+        state,
+        scale=case.scale or None,
+        unit_eps=1e-6 if case.unit else None,
+        corrects=case.corrects,
+        state_by_columns=case.by_columns,
+        out_dtype=DTYPES[case.out] if case.out else None,
+    )
     return out, last
 
 
-def check(case: DeltaRuleCase) -> None:
+def check(case: LinearAttentionCase) -> None:
     tensors, state = inputs(case)
     out, last = call(case, tensors, state)
-    assert out.dtype == DTYPES[case.dtype]
+    assert out.dtype == DTYPES[case.out or case.dtype]
     assert last.dtype == torch.float32
     expected, expected_last = expected_of(case, tensors, state)
-    expect_close("the output", out, expected, case.dtype)
+    expect_close("the output", out, expected, case.out or case.dtype)
     expect_close("the last state", last, expected_last, "f32")
 
 
-FAMILY = Family("delta_rule", DeltaRuleCase, sample, check)
+FAMILY = Family("linear_attention", LinearAttentionCase, sample, check)
 
 
-def test_cases(case_batch: list[DeltaRuleCase]) -> None:
+def test_cases(case_batch: list[LinearAttentionCase]) -> None:
     FAMILY.run_all(case_batch)
 
 
@@ -147,13 +176,22 @@ def test_cases(case_batch: list[DeltaRuleCase]) -> None:
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_tails(dtype: str, by_row: bool) -> None:
     FAMILY.run_all(
-        DeltaRuleCase(
-            seed=steps, dtype=dtype, state=state, steps=steps, depth=depth, value_depth=columns, by_row=by_row
+        LinearAttentionCase(
+            seed=steps,
+            dtype=dtype,
+            state=state,
+            steps=steps,
+            depth=depth,
+            value_depth=columns,
+            by_row=by_row,
+            corrects=corrects,
+            by_columns=not corrects,
         )
         for state in ("", "bf16")
         for steps in (1, 2, 16, 35)
         for depth in (1, 9, 16, 31, 65)
         for columns in (1, 16, 31, 65, 128)
+        for corrects in (True, False)
     )
 
 
@@ -161,7 +199,7 @@ def test_tails(dtype: str, by_row: bool) -> None:
 def test_zero_sizes() -> None:
     names = ("batch", "steps", "heads", "depth", "value_depth")
     FAMILY.run_all(
-        DeltaRuleCase(state="f32", by_row=by_row, **{**dict.fromkeys(names, 3), name: 0})  # type: ignore[arg-type]
+        LinearAttentionCase(state="f32", by_row=by_row, **{**dict.fromkeys(names, 3), name: 0})  # type: ignore[arg-type]
         for name in names
         for by_row in (False, True)
     )
@@ -169,7 +207,7 @@ def test_zero_sizes() -> None:
 
 def test_threads_do_not_change_results(torch_threads: None) -> None:
     for heads, columns in ((1, 256), (3, 70), (5, 40)):
-        case = DeltaRuleCase(steps=40, heads=heads, depth=33, value_depth=columns, state="f32")
+        case = LinearAttentionCase(steps=40, heads=heads, depth=33, value_depth=columns, state="f32")
         tensors, state = inputs(case)
         results = []
         for threads in (1, 2, 3, 5):
@@ -181,7 +219,7 @@ def test_threads_do_not_change_results(torch_threads: None) -> None:
 
 
 def test_steps_one_by_one_are_those_at_once() -> None:
-    case = DeltaRuleCase(steps=37, heads=2, group=2, depth=32, value_depth=48)
+    case = LinearAttentionCase(steps=37, heads=2, group=2, depth=32, value_depth=48)
     tensors, state = inputs(case)
     out, last = call(case, tensors, None)
     for step in range(case.steps):
@@ -193,7 +231,7 @@ def test_steps_one_by_one_are_those_at_once() -> None:
 
 @pytest.mark.parametrize("by_row", [False, True])
 def test_what_is_not_finite(by_row: bool) -> None:
-    case = DeltaRuleCase(steps=20, depth=16, value_depth=24, state="f32", by_row=by_row)
+    case = LinearAttentionCase(steps=20, depth=16, value_depth=24, state="f32", by_row=by_row)
     tensors, state = inputs(case)
     everything = [x.clone() for x in tensors]
     everything[3][:, 10] = -math.inf  # forgets all that was before
@@ -212,12 +250,15 @@ def test_what_is_not_finite(by_row: bool) -> None:
     assert bool(call(case, tensors, state)[0][0, 5:, 0].isnan().any(-1).all())
 
 
+@pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_step_by_step_with_torch(by_row: bool) -> None:
+def test_step_by_step_with_torch(by_row: bool, corrects: bool) -> None:
     """What stands in for the operator where gradients are wanted."""
-    case = DeltaRuleCase(batch=2, steps=9, heads=2, group=2, depth=12, value_depth=7, state="f32", by_row=by_row)
+    case = LinearAttentionCase(batch=2, steps=9, heads=2, group=2, depth=12, value_depth=7, state="f32", by_row=by_row)
     tensors, state = inputs(case)
     query, key, value, decay, rate = tensors
-    found = correct_with_torch(query, key, value, decay, rate, state, unit_eps=1e-6)
-    for one, other in zip(found, call(case, tensors, state), strict=True):
+    options: dict[str, Any] = {"corrects": corrects, "state_by_columns": not corrects}
+    state = state if corrects or state is None else state.mT.contiguous()
+    found = scan_with_torch(query, key, value, decay, rate, state, unit_eps=1e-6, **options)
+    for one, other in zip(found, ops.linear_attention(*tensors, state, unit_eps=1e-6, **options), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

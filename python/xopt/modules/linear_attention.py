@@ -1,4 +1,4 @@
-"""The gated delta rule of linear attention, on xopt's kernel."""
+"""Linear attention on xopt's kernel: the gated delta rule, and states that decay (Mamba 2)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from xopt.modules.pattern import dtype_of, is_on_cpu, step
 from xopt.modules.substitute import are_plain
 from xopt.ops.fakes import FLOATING
 
-_delta_rule = torch.ops.xopt.delta_rule.default
+_linear_attention = torch.ops.xopt.linear_attention.default
 
 
-def can_correct(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor | None) -> bool:
+def can_scan(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor | None) -> bool:
     """Whether the kernel takes these tensors."""
     tensors = [each for each in (query, key, value, decay, rate, state) if each is not None]
     if not are_plain(*tensors) or not all(each.is_cpu and each.dtype in FLOATING for each in tensors):
@@ -30,8 +30,8 @@ def can_correct(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: 
     return query.shape[2] > 0 and value.shape[2] % query.shape[2] == 0 and not wants_gradient(*tensors)
 
 
-@step("delta rule")
-def gated_delta_rule(
+@step("linear attention")
+def gated_linear_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -39,16 +39,22 @@ def gated_delta_rule(
     rate: Tensor,
     state: Tensor | None,
     *,
-    unit_eps: float | None,
+    scale: float | None = None,
+    unit_eps: float | None = None,
+    corrects: bool = True,
+    state_by_columns: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[batch, steps, heads, depth] of all three, and of the result; decay and rate as [batch, steps, heads], the decay
-    maybe with a last dimension for the rows of the state, which is [batch, heads, depth, value depth]."""
-    if not can_correct(query, key, value, decay, rate, state):
-        return correct_with_torch(query, key, value, decay, rate, state, unit_eps=unit_eps)
-    return _delta_rule(query, key, value, decay, rate, state, unit_eps=unit_eps)  # type: ignore[no-any-return]
+    maybe with a last dimension for the rows of the state, which is [batch, heads, depth, value depth], or, where
+    `state_by_columns`, [batch, heads, value depth, depth]."""
+    run = _linear_attention if can_scan(query, key, value, decay, rate, state) else scan_with_torch
+    options: dict[str, Any] = {"scale": scale, "unit_eps": unit_eps, "corrects": corrects}
+    options |= {"state_by_columns": state_by_columns, "out_dtype": out_dtype}
+    return run(query, key, value, decay, rate, state, **options)
 
 
-def correct_with_torch(
+def scan_with_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -56,26 +62,33 @@ def correct_with_torch(
     rate: Tensor,
     state: Tensor | None,
     *,
-    unit_eps: float | None,
     scale: float | None = None,
+    unit_eps: float | None = None,
+    corrects: bool = True,
+    state_by_columns: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same step by step."""
-    dtype, group = query.dtype, value.shape[2] // max(1, query.shape[2])
+    dtype, group = out_dtype or query.dtype, value.shape[2] // max(1, query.shape[2])
     query, key = (each.float().repeat_interleave(group, 2) for each in (query, key))
-    value, decay, rate = value.float(), decay.float().exp(), rate.float()
+    value, decay, rate = value.float(), decay.float().exp(), rate.float().unsqueeze(-1)
     if unit_eps is not None:
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + unit_eps) for x in (query, key))
     query = query * (1.0 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale)
     decay = decay.unsqueeze(-1) if decay.ndim == 4 else decay[..., None, None]
     batch, steps, heads, depth = value.shape
-    now = value.new_zeros(batch, heads, query.shape[-1], depth) if state is None else state.float()
+    if state is None:
+        now = value.new_zeros(batch, heads, query.shape[-1], depth)
+    else:
+        now = (state.mT if state_by_columns else state).float()
     outputs = []
     for i in range(steps):
         now = now * decay[:, i]
-        wrong = (value[:, i] - (now * key[:, i].unsqueeze(-1)).sum(-2)) * rate[:, i].unsqueeze(-1)
-        now = now + key[:, i].unsqueeze(-1) * wrong.unsqueeze(-2)
+        read = (now * key[:, i].unsqueeze(-1)).sum(-2) if corrects else 0.0
+        now = now + key[:, i].unsqueeze(-1) * ((value[:, i] - read) * rate[:, i]).unsqueeze(-2)
         outputs.append((now * query[:, i].unsqueeze(-1)).sum(-2))
-    return (torch.stack(outputs, 1) if outputs else value).to(dtype), now
+    last = now.mT.contiguous() if state_by_columns else now
+    return (torch.stack(outputs, 1) if outputs else value).to(dtype), last
 
 
 def _is_plain(node: Node) -> bool:
@@ -85,8 +98,8 @@ def _is_plain(node: Node) -> bool:
     return len({dtype_of(each) for each in node.args[:3]}) == 1
 
 
-@chainable(gated_delta_rule, where=_is_plain, has_parts=True)
-def _delta_rule_call(
+@chainable(gated_linear_attention, where=_is_plain, has_parts=True)
+def _linear_attention_call(
     seen: Seen,
     query: Value,
     key: Value,
@@ -95,16 +108,22 @@ def _delta_rule_call(
     rate: Value,
     state: Value | None,
     *,
-    unit_eps: float | None,
+    scale: float | None = None,
+    unit_eps: float | None = None,
+    corrects: bool = True,
+    state_by_columns: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Call:
     def shape(value: Shape, query: Shape) -> Shape:
         return value
 
     def second(value: Shape, query: Shape) -> Shape:
-        return (value[0], value[2], query[3], value[3])
+        last = (value[3], query[3]) if state_by_columns else (query[3], value[3])
+        return (value[0], value[2], *last)
 
     def fits(value: Shape, query: Shape) -> bool:
         return len(value) == len(query) == 4 and query[2] > 0 and value[2] % query[2] == 0
 
-    arguments = (query, key, value, decay, rate, state, None, unit_eps)
-    return Call("delta_rule", arguments, value, shape, others=(query,), second=second, fits=fits)
+    options = (scale, unit_eps, corrects, state_by_columns, out_dtype)
+    arguments = (query, key, value, decay, rate, state, *options)
+    return Call("linear_attention", arguments, value, shape, others=(query,), second=second, fits=fits)
