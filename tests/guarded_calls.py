@@ -201,6 +201,16 @@ def linear_attention_calls(caller: Caller, steps: int, depth: int, columns: int,
         caller.call(what, torch.ops.xopt.linear_attention, query, key, value, decay, rate, state, unit_eps=1e-6)
 
 
+def selective_scan_calls(caller: Caller, steps: int, states: int, channels: int, dtype: torch.dtype) -> None:
+    a, state, skip = -torch.rand(channels, states), torch.randn(1, channels, states), torch.randn(channels).to(dtype)
+    for lead in ((1, steps), (steps, 1)):
+        input, dt, gate = (torch.rand(*lead, channels).to(dtype) for _ in range(3))
+        b, c = (torch.randn(*lead, states).to(dtype) for _ in range(2))
+        what = f"selective_scan {lead}x{states}x{channels} {dtype}"
+        begun = state if lead[0] == 1 else None
+        caller.call(what, torch.ops.xopt.selective_scan, input, dt, a, b, c, skip, gate, skip, begun, softplus=True)
+
+
 CONV_KERNELS = (((1, 1), 1, 0), ((3, 3), 1, 1), ((2, 3), 2, 0), ((7, 1), 3, 3))  # with stride and padding
 
 
@@ -358,6 +368,7 @@ def main(mode: str) -> None:
             attention_calls(caller, m, n, k, dtype)
             matmul_calls(caller, m, n, k, dtype)
             linear_attention_calls(caller, m, n, k, dtype)
+            selective_scan_calls(caller, m, n, k, dtype)
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             concat_calls(caller, m, n, k, dtype)
             combine_calls(caller, m, n, k, dtype)

@@ -104,6 +104,11 @@ def linear_attention(steps: int) -> Any:
     return ops.linear_attention(query, query, value, -torch.rand(1, steps, 4), torch.rand(1, steps, 4), unit_eps=1e-6)
 
 
+def selective_scan() -> Any:
+    rows, states = torch.rand(2, 9, 20), torch.rand(2, 9, 4)
+    return ops.selective_scan(rows, rows, -torch.rand(20, 4), states, states, gate=rows, softplus=True)
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "attention": lambda: attention(20, 20),
     "attention, decoding": lambda: attention(1, 300),
@@ -155,6 +160,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "qlinear": lambda: qlinear(5),
     "recurrent": recurrent,
     "rotary": rotary,
+    "selective_scan": selective_scan,
     "softmax": lambda: ops.softmax(torch.randn(5, 64)),
     "upsample": lambda: ops.upsample(image(1, 8, 4, 4), [8, 8], "linear"),
     "window_merge": lambda: ops.window_merge(torch.randn(1, 2, 2, 3, 3, 8), [6, 6], [1, 1]),

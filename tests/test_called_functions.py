@@ -118,31 +118,35 @@ def qwen() -> Any:
 WORDS = torch.arange(1, 41).reshape(2, 20)
 
 
-@pytest.mark.parametrize("name", ["qwen 3.5", "qwen 3 next", "olmo hybrid", "mamba 2", "falcon h1"])
+def runs(name: str) -> int:
+    return calls_of("selective_scan" if name == "mamba" else "linear_attention")
+
+
+@pytest.mark.parametrize("name", ["qwen 3.5", "qwen 3 next", "olmo hybrid", "mamba", "mamba 2", "falcon h1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_models_run_it(name: str, dtype: torch.dtype) -> None:
     source = model_of(name)
-    optimized, before = xopt.optimize(source, dtype=dtype), calls_of("linear_attention")
+    optimized, before = xopt.optimize(source, dtype=dtype), runs(name)
     expected = source(WORDS).logits
     for _ in range(2):
         logits = optimized(WORDS).logits
         assert float((logits - expected).norm() / expected.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
-    assert calls_of("linear_attention") >= before + 2 * (2 if name == "mamba 2" else 3)  # each layer that has it
+    assert runs(name) >= before + 2 * (2 if "mamba" in name else 3)  # each layer that has it
 
 
-@pytest.mark.parametrize("name", ["qwen 3.5", "mamba 2", "falcon h1"])
+@pytest.mark.parametrize("name", ["qwen 3.5", "mamba", "mamba 2", "falcon h1"])
 @torch.no_grad()
 def test_steps_run_it(name: str) -> None:
     source = model_of(name)
     optimized = xopt.optimize(source)
     caches: list[Any] = [None, None]
     for begin, end in ((0, 7), (7, 8), (8, 9), (9, 13), (13, 14)):
-        before = calls_of("linear_attention")
+        before = runs(name)
         results = [
             step(model, WORDS[:, begin:end], cache) for model, cache in zip((optimized, source), caches, strict=True)
         ]
-        assert calls_of("linear_attention") >= before + 2
+        assert runs(name) >= before + 2
         caches = [cache_in(result) for result in results]
         torch.testing.assert_close(results[0].logits, results[1].logits, rtol=1e-4, atol=1e-4)
 

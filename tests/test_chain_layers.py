@@ -562,7 +562,7 @@ def test_what_no_later_step_reads_is_freed() -> None:
 def test_a_part_of_a_mask_is_read_anew_in_each_run() -> None:
     """Of booleans, which kernels but attention's do not know."""
     tensors = [torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)]
-    text = "expand %3 [%0:0,-1,5,7]\nsliced $0 0 [0,2,1]\nattention %0 %1 %2 $1 - false 0 0 false\nreturn $2"
+    text = "expand %3 [%0:0,-1,5,7]\nsliced $0 0 [0,2,1]\nattention %0 %1 %2 $1 - false 0 0 false -\nreturn $2"
     for seed in range(6):
         mask = torch.rand(1, 1, 5, 7, generator=torch.Generator().manual_seed(seed)) < 0.6
         (result,) = torch.ops.xopt.chain([*tensors, mask], text)

@@ -12,6 +12,7 @@ from xopt.bench.errors import UnavailableError
 from xopt.bench.replay_contender import Contender
 from xopt.bench.replay_operands import Named
 from xopt.modules.linear_attention import scan_with_torch
+from xopt.modules.selective_scan import scan_states_with_torch
 
 Tensor = torch.Tensor
 
@@ -185,6 +186,7 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "combine": _combine,
     "pointwise": _pointwise,
     "linear_attention": _linear_attention,
+    "selective_scan": lambda named: scan_states_with_torch(**named)[0],
     "batch_norm": _batch_norm,
     "window_partition": _window_partition,
     "window_merge": _window_merge,

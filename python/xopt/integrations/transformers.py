@@ -37,6 +37,7 @@ from xopt.integrations import (  # noqa: F401 - their rules
     experts,
     made_caches,
     output_hooks,
+    selective_states,
     state_spaces,
 )
 from xopt.integrations.outputs import OUTPUT

@@ -27,6 +27,7 @@ def chain_steps(graph: Graph, lays_out: bool) -> None:
     """Makes one step of those that nothing stands between. `lays_out`: whether convolutions answer with the channels
     last whatever they are given, so that their images may be laid out so before."""
     window = _Window(graph)
+    _gather_parts(graph)
     # Asked before the first chain is made: whose dtype is fixed is told by what it comes from.
     kinds = {node: kind_of(node) for node in graph.nodes if node.op not in ("placeholder", "get_attr")}
     for node, kind in kinds.items():
@@ -42,6 +43,16 @@ def chain_steps(graph: Graph, lays_out: bool) -> None:
             window.close()
     window.close()
     remove_unused(graph)
+
+
+def _gather_parts(graph: Graph) -> None:
+    """Puts the results of a link of several where it stands: one that only an effect wants (a state that a cache is to
+    keep) came with that, behind everything."""
+    for node in list(graph.nodes):
+        kind = linkables[node.target] if is_call(node, *linkables) else None
+        if kind is not None and kind.has_parts and all(map(is_part, node.users)):
+            for part in reversed(list(node.users)):
+                node.append(part)
 
 
 def _image_of(node: Node) -> Any:
