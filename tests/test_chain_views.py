@@ -349,7 +349,7 @@ def layer_calls() -> tuple[list[Tensor], str]:
         lines.append(f"narrow $0 -1 {32 * place} 32")
     for place in range(3):
         lines += [f"reshape ${1 + place} [%0:0,%0:1,-1,8]", f"transpose ${4 + 2 * place} 1 2"]
-    lines += ["attention $5 $7 $9 - - false 0 0 false", "flatten $10 2 -1"]
+    lines += ["attention $5 $7 $9 - - false 0 0 false -", "flatten $10 2 -1"]
     lines.append("linear_norm $11 %2 32 - %0 layer_norm - - 1e-5 float32 true")
     return tensors, "\n".join([*lines, "return $12.1 $12"])
 

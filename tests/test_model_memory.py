@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sanitizer_is_loaded(), reason="NOT RUN: a saniti
 pytest.importorskip("transformers")
 
 # Of T5's layers of a decoder, the keys and values of what the encoder gave are one product, beside one for each layer.
-# 87 and 86 million weights, so that what a process holds beside them is little. A tiny model goes first, for what is
+# 87 and 111 million weights, so that what a process holds beside them is little. A tiny model goes first, for what is
 # loaded and set up once. Nothing here asks malloc to give anything back.
 BERT = """
 words = dict(input_ids=torch.arange(16)[None])
@@ -26,7 +26,7 @@ T5 = """
 words = dict(input_ids=torch.arange(16)[None], decoder_input_ids=torch.arange(4)[None])
 small = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 100}
 def build(**sizes):
-    sizes = dict(d_ff=4096) | sizes
+    sizes = dict(d_ff=6144) | sizes
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
 """
 PROGRAM = """

@@ -234,7 +234,9 @@ def hidden_program(seed: int) -> tuple[Program, list[int]]:
             parts = [program.add("narrow", Result(merged), -1, place * features, features) for place in range(3)]
             split = [program.add("reshape", Result(part), [sequences, tokens, heads, -1]) for part in parts]
             q, k, v = (Result(program.add("transpose", Result(each), 1, 2)) for each in split)
-            attended = program.add("attention", q, k, v, None, None, draw.random() < 0.5, 0, 0, draw.random() < 0.5)
+            attended = program.add(
+                "attention", q, k, v, None, None, draw.random() < 0.5, 0, 0, draw.random() < 0.5, None
+            )
             hidden.append(program.add("reshape", Result(attended), list(shape)))
         elif kind == "copy":  # which is no view
             turned = program.add("transpose", value, 1, 2)
@@ -311,7 +313,7 @@ class Growing:
             query, *new = (Result(program.add("transpose", Result(each), 1, 2)) for each in heads)
             pair = self.caches[2 * layer : 2 * layer + 2]
             longer = [Result(program.add("concat", (old, each), -2)) for old, each in zip(pair, new, strict=True)]
-            attended = program.add("attention", query, *longer, None, None, True, 0, 0, True)
+            attended = program.add("attention", query, *longer, None, None, True, 0, 0, True, None)
             flat = program.add("flatten", Result(attended), 2, -1)
             normed = program.add("layer_norm", Result(flat), None, None, eps, hidden, True, torch.float32)
             hidden = Result(self.linear(Result(normed), features))
@@ -366,7 +368,7 @@ def test_another_text_begins_to_grow() -> None:
 def test_a_result_that_was_alike_in_two_runs_alone() -> None:
     """Values get deeper, and so does what attention gives, which the norm behind it was noted for."""
     program = Program([torch.randn(1, 1, 1, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)])
-    attended = program.add("attention", Given(0), Given(1), Given(2), None, None, False, 0, 0, False)
+    attended = program.add("attention", Given(0), Given(1), Given(2), None, None, False, 0, 0, False, None)
     results = [program.add("layer_norm", Result(attended), None, None, 1e-5, None, False, None)]
     for _ in range(3):
         results.append(program.add("layer_norm", Result(results[-1]), None, None, 1e-5, None, False, None))

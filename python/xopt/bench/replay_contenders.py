@@ -16,7 +16,6 @@ from xopt.bench.replay_operands import Named, dtype_of, operands_of
 from xopt.bench.replay_recurrent import recurrent_contenders
 from xopt.bench.replay_torch import torch_contenders
 from xopt.bench.replay_transposed import is_transposed, transposed_contenders
-from xopt.modules.attention import attend_with_torch
 
 Tensor = torch.Tensor
 
@@ -248,8 +247,11 @@ def _attention_contenders(kernel: dict[str, Any], make: Callable[[], Named], all
         mask = named.get("mask", named.get("attn_mask"))
         if named.get("window") or named.get("causal_offset"):
             mask, causal = _banded(named, causal, mask), False
-        tensors = named["query"], named["key"], named["value"], mask
-        return *tensors, causal, named.get("scale"), named.get("sinks")
+        key, value = named["key"], named["value"]
+        if named.get("sinks") is not None:
+            mask, causal = _with_sinks(named, _banded(named, causal, mask)), False
+            key, value = (torch.nn.functional.pad(each, (0, 0, 0, 1)) for each in (key, value))
+        return named["query"], key, value, mask, causal, named.get("scale")
 
     if kernel["operator"] == "xopt::attention":
         return [Contender("torch", operands, _run_torch_attention)]
@@ -273,15 +275,27 @@ def _banded(named: Named, causal: bool, mask: Tensor | None) -> Tensor | None:
     return mask.masked_fill(~seen, -torch.inf)
 
 
+def _with_sinks(named: Named, mask: Tensor | None) -> Tensor:
+    """The mask with one more column, of a key and a value that are zeros: what a sink is."""
+    batch, heads, queries, _ = named["query"].shape
+    dtype, keys = named["query"].dtype, named["key"].shape[2]
+    added = torch.zeros((), dtype=dtype) if mask is None else mask
+    if added.dtype == torch.bool:
+        added = torch.zeros_like(added, dtype=dtype).masked_fill(~added, -torch.inf)
+    sinks = named["sinks"].to(dtype).expand(batch, heads, queries, 1)
+    return torch.cat([added.to(dtype).expand(batch, heads, queries, keys), sinks], -1)
+
+
 def _run_torch_attention(operands: tuple[Any, ...]) -> Tensor:
-    query, key, value, mask, causal, scale, sinks = operands
-    grouped = query.shape[1] != key.shape[1]
-    result = attend_with_torch(query, key, value, mask, causal=causal, scale=scale, gqa=grouped, sinks=sinks)
+    query, key, value, mask, causal, scale = operands
+    attention = torch.nn.functional.scaled_dot_product_attention
+    result = attention(
+        query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
     return result.transpose(1, 2)
 
 
 def _run_our_attention(operands: tuple[Any, ...]) -> Tensor:
-    query, key, value, mask, causal, scale, sinks = operands
-    attention = torch.ops.xopt.attention.default
-    result: Tensor = attention(query, key, value, mask, scale=scale, causal=causal, sinks=sinks)
+    query, key, value, mask, causal, scale = operands
+    result: Tensor = torch.ops.xopt.attention.default(query, key, value, mask, scale=scale, causal=causal)
     return result.transpose(1, 2)

@@ -11,8 +11,6 @@ import torch.nn.functional as F  # noqa: N812
 from xopt.bench.errors import UnavailableError
 from xopt.bench.replay_contender import Contender
 from xopt.bench.replay_operands import Named
-from xopt.modules.linear_attention import scan_with_torch
-from xopt.modules.selective_scan import scan_states_with_torch
 
 Tensor = torch.Tensor
 
@@ -137,13 +135,6 @@ def _pointwise(named: Named) -> Tensor:
     return result.to(named.get("out_dtype") or named["inputs"][0].dtype)
 
 
-def _linear_attention(named: Named) -> Tensor:
-    query, key, value, decay, rate = (named[name] for name in ("query", "key", "value", "decay", "rate"))
-    known = ("unit_eps", "scale", "corrects", "state_by_columns", "out_dtype")
-    options: dict[str, Any] = {name: named[name] for name in known if name in named}
-    return scan_with_torch(query, key, value, decay, rate, named.get("state"), **options)[0]
-
-
 def _window_partition(named: Named) -> Tensor:
     image, (height, width) = named["image"], named["window"]
     bottom, right = -image.shape[1] % height, -image.shape[2] % width
@@ -185,8 +176,6 @@ _FUNCTIONS: dict[str, Callable[[Named], Tensor]] = {
     "concat": _concat,
     "combine": _combine,
     "pointwise": _pointwise,
-    "linear_attention": _linear_attention,
-    "selective_scan": lambda named: scan_states_with_torch(**named)[0],
     "batch_norm": _batch_norm,
     "window_partition": _window_partition,
     "window_merge": _window_merge,

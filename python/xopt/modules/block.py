@@ -301,7 +301,7 @@ _own_of = functools.cache(with_substitutes)
 def _chosen(module: nn.Module, forward: Forward, own: Own | None) -> Forward:
     """The forward, or its copy that finds substitutes."""
     programs: Programs | None = None if own is None else module.__dict__.get(PROGRAMS)
-    if own is None or programs is None or torch.compiler.is_compiling() or torch._C._is_tracing():
+    if own is None or programs is None or _is_compiled():
         return forward
     return own.forward if all(getattr(programs.config, switch) for switch in own.switches) else forward
 
@@ -311,7 +311,11 @@ def source_forward(module: nn.Module) -> Forward:
     forward: Forward = type(module).forward
     if isinstance(module, Block):
         forward = forward.__wrapped__  # type: ignore[attr-defined]
-    return _chosen(module, forward, _own_of(forward))
+    return forward if _is_compiled() else _chosen(module, forward, _own_of(forward))
+
+
+def _is_compiled() -> bool:
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 class TensorBlock(Block):
