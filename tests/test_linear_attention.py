@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ import torch
 from tests import cases
 from tests.cases import DTYPES
 from tests.families import Family
+from tests.scans import Expected, expect_close
 from xopt.modules.linear_attention import scan_with_torch
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt
-ROUNDING = {"f32": 2.0**-23, "bf16": 2.0**-8, "f16": 2.0**-10}
 LAYOUTS = {"contiguous": 4, "merged": 3, "transposed": 2, "k_strided": 1, "expanded": 1}
 
 
@@ -98,12 +98,6 @@ def inputs(case: LinearAttentionCase) -> tuple[list[Tensor], Tensor | None]:
     return [*(laid_out(x, case.layout) for x in (*rows, value)), decay, rate], state
 
 
-class Expected(NamedTuple):
-    value: Tensor
-    size: Tensor
-    """Of what was added up for it."""
-
-
 def expected_of(case: LinearAttentionCase, tensors: list[Tensor], state: Tensor | None) -> tuple[Expected, Expected]:
     query, key, value, decay, rate = (x.double() for x in tensors)
     query, key = (x.repeat_interleave(case.group, 2) for x in (query, key))
@@ -129,16 +123,6 @@ def expected_of(case: LinearAttentionCase, tensors: list[Tensor], state: Tensor 
 
 def largest(x: Tensor, dims: tuple[int, int]) -> Tensor:
     return x.amax(dims, keepdim=True) if x.numel() else x.sum(dims, keepdim=True)
-
-
-def expect_close(what: str, got: Tensor, expected: Expected, dtype: str) -> None:
-    """Errors add up over steps and rows: against the largest of what a head has added up."""
-    value = expected.value
-    assert got.shape == value.shape, (what, got.shape, value.shape)
-    bound = 1e-5 * expected.size + ROUNDING[dtype] * value.abs() + 1e-30
-    bound = bound + (2.0**-24 if dtype == "f16" else 0)  # the smallest that it has
-    wrong = (got.double() - value).abs() / bound
-    assert bool((wrong <= 1).all()), f"{what}: {float(wrong.max()):.3g} times the bound"
 
 
 def call(case: LinearAttentionCase, tensors: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:

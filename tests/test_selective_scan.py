@@ -14,11 +14,11 @@ from torch.nn import functional
 from tests import cases
 from tests.cases import DTYPES
 from tests.families import Family
+from tests.scans import Expected, expect_close
 from xopt.modules.selective_scan import scan_states_with_torch
 
 Tensor = torch.Tensor
 ops = torch.ops.xopt
-ROUNDING = {"f32": 2.0**-23, "bf16": 2.0**-8, "f16": 2.0**-10}
 LAYOUTS = ("rows", "rows", "columns", "parts", "apart")
 
 
@@ -115,12 +115,6 @@ def inputs(case: SelectiveScanCase) -> Given:
     )
 
 
-class Expected(NamedTuple):
-    value: Tensor
-    size: Tensor
-    """Of what was added up for it."""
-
-
 def expected_of(case: SelectiveScanCase, given: Given) -> tuple[Expected, Expected]:
     input, dt, a, b, c, skip, gate, bias, state = (None if x is None else x.double() for x in given)
     assert input is not None and dt is not None and a is not None and b is not None and c is not None  # noqa: PT018
@@ -142,15 +136,6 @@ def expected_of(case: SelectiveScanCase, given: Given) -> tuple[Expected, Expect
         factor = functional.silu(gate)
         out, most = out * factor, most * factor.abs()
     return Expected(out, most), Expected(now, size)
-
-
-def expect_close(what: str, got: Tensor, expected: Expected, dtype: str) -> None:
-    value = expected.value
-    assert got.shape == value.shape, (what, got.shape, value.shape)
-    bound = 1e-5 * expected.size + ROUNDING[dtype] * value.abs() + 1e-30
-    bound = bound + (2.0**-24 if dtype == "f16" else 0)  # the smallest that it has
-    wrong = (got.double() - value).abs() / bound
-    assert bool((wrong <= 1).all()), f"{what}: {float(wrong.max()):.3g} times the bound"
 
 
 def check(case: SelectiveScanCase) -> None:

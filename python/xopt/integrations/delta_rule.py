@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from xopt.integrations.kernel_functions import call_step, is_packed, is_recorded, tried_by
+from xopt.integrations.kernel_functions import call_step, fits, is_packed, tried_by
 from xopt.modules.called import in_place_of_named
-from xopt.modules.gradients import is_transformed
 from xopt.modules.linear_attention import can_scan, gated_linear_attention
 
 _RULE = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -47,8 +46,7 @@ def gated_delta_rule_in_its_place(
     options = {"initial_state": initial_state, "output_final_state": output_final_state}
     options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
     tensors = (query, key, value, g, beta, initial_state)
-    known = is_recorded(*tensors) or (can_scan(*tensors) and not is_transformed())
-    if others or is_packed(kwargs) or not known:
+    if others or is_packed(kwargs) or not fits(can_scan, tensors):
         return source(query, key, value, g, beta, *others, **options, **kwargs)
     unit_eps = _UNIT_EPS if use_qk_l2norm_in_kernel else None
     found = call_step(gated_linear_attention, tensors, unit_eps=unit_eps)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from xopt.graph.symbol import Symbol, recorder_of
+from xopt.modules.gradients import is_transformed, wants_gradient
 
 Calls = Callable[[Callable[..., torch.Tensor]], Iterator[tuple[tuple[Any, ...], dict[str, Any]]]]
 """Arguments to try a function with; numbers between 0 and 1 are given by a function of their shape."""
@@ -20,12 +21,12 @@ Calls = Callable[[Callable[..., torch.Tensor]], Iterator[tuple[tuple[Any, ...], 
 def tried_by(calls: Calls) -> Callable[[Any, Callable[..., Any]], bool]:
     """Whether a function is transformers' own, and gives and leaves what its substitute does."""
 
-    def fits(function: Any, substitute: Callable[..., Any]) -> bool:
+    def agrees(function: Any, substitute: Callable[..., Any]) -> bool:
         source = inspect.unwrap(function)
         own = (getattr(source, "__module__", None) or "").startswith("transformers.models.")
         return own and _agree(source, substitute, calls)
 
-    return fits
+    return agrees
 
 
 def call_step(function: Callable[..., Any], tensors: tuple[Any, ...], **options: Any) -> Any:
@@ -34,8 +35,13 @@ def call_step(function: Callable[..., Any], tensors: tuple[Any, ...], **options:
     return function(*tensors, **options) if symbol is None else recorder_of(symbol).call(function, *tensors, **options)
 
 
-def is_recorded(*tensors: Any) -> bool:
-    return any(type(each) is Symbol for each in tensors)
+def fits(takes: Callable[..., bool], tensors: Sequence[Any], *others: Any) -> bool:
+    """Whether a kernel takes what it would be given, or what stands for that while a forward is recorded, whose program
+    is left where gradients are wanted. `others`: what else the result is made of."""
+    examples = [each._example if type(each) is Symbol else each for each in tensors]
+    if any(type(each) is Symbol for each in tensors):
+        return takes(*examples)
+    return takes(*examples) and not is_transformed() and not wants_gradient(*examples, *others)
 
 
 def is_packed(kwargs: dict[str, Any]) -> bool:

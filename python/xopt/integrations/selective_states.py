@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from xopt.integrations.kernel_functions import call_step, is_packed, is_recorded, tried_by
+from xopt.integrations.kernel_functions import call_step, fits, is_packed, tried_by
 from xopt.modules.called import in_place_of_named
-from xopt.modules.gradients import is_transformed
 from xopt.modules.selective_scan import can_scan_states, selective_scan
 
 
@@ -36,7 +35,7 @@ def selective_scan_in_its_place(
     **kwargs: Any,
 ) -> Any:
     tensors = (hidden_states, dt, A, B, C, D, z, delta_bias, None)
-    if is_packed(kwargs) or not _can_scan(tensors):
+    if is_packed(kwargs) or not fits(can_scan_states, tensors):
         options = {"delta_softplus": delta_softplus, "return_last_state": return_last_state}
         return source(hidden_states, dt, A, B, C, D, z, delta_bias, **options, **kwargs)
     hidden_states, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))  # noqa: N806
@@ -69,17 +68,13 @@ def state_update_in_its_place(
     **kwargs: Any,
 ) -> Any:
     tensors = (hidden_states, dt, A, B, C, D, z, dt_bias, state)
-    if kwargs or not _can_scan(tensors):
+    if kwargs or not fits(can_scan_states, tensors):
         return source(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **kwargs)
     rows = [None if each is None else each.unsqueeze(1) for each in (hidden_states, dt, B, C, z)]
     series = (rows[0], rows[1], A, rows[2], rows[3], D, rows[4], dt_bias, state)
     out, last = _scan(series, dt_softplus, hidden_states.dtype)
     state.copy_(last.to(state.dtype))
     return out.squeeze(1)
-
-
-def _can_scan(tensors: tuple[Any, ...]) -> bool:
-    return is_recorded(*tensors) or (can_scan_states(*tensors) and not is_transformed())
 
 
 def _result_dtype(*tensors: Any) -> torch.dtype:

@@ -10,9 +10,8 @@ import torch
 from torch.nn import functional
 
 from xopt.graph.symbol import Symbol
-from xopt.integrations.kernel_functions import call_step, is_packed, is_recorded, tried_by
+from xopt.integrations.kernel_functions import call_step, fits, is_packed, tried_by
 from xopt.modules.called import in_place_of_named
-from xopt.modules.gradients import is_transformed, wants_gradient
 from xopt.modules.linear_attention import can_scan, gated_linear_attention
 
 
@@ -41,9 +40,7 @@ def chunk_scan_in_its_place(
     **kwargs: Any,
 ) -> Any:
     options = {"dt_bias": dt_bias, "initial_states": initial_states, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    tensors = (hidden_states, dt, A, B, C, D, dt_bias, initial_states)
-    known = is_recorded(*tensors) or _can_scan(C, B, hidden_states, dt, initial_states, A, D, dt_bias)
-    if is_packed(kwargs) or not known:
+    if is_packed(kwargs) or not fits(can_scan, (C, B, hidden_states, dt, initial_states), A, D, dt_bias):
         more = {"D": D, "return_final_states": return_final_states}
         return source(hidden_states, dt, A, B, C, chunk_size, **more, **options, **kwargs)
     dt = _step_sizes(dt, dt_bias, dt_softplus)
@@ -79,11 +76,9 @@ def state_update_in_its_place(
     z: Any = None,
     **kwargs: Any,
 ) -> Any:
-    tensors = (state, hidden_states, dt, A, B, C, D, dt_bias, z)
-    spread = _is_spread(dt, 1) and _is_spread(A, 2) and _is_spread(dt_bias, 1) and hidden_states.ndim == 3
     rows = [each.unsqueeze(1) for each in (C, B, hidden_states)]
-    known = is_recorded(*tensors) or _can_scan(*rows, dt, state, A, D, dt_bias, z)
-    if not spread or not known:
+    spread = _is_spread(dt, 1) and _is_spread(A, 2) and _is_spread(dt_bias, 1)
+    if not spread or not fits(can_scan, (*rows, dt, state), A, D, dt_bias, z):
         return source(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **kwargs)
     dt = _step_sizes(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus)
     decay = dt.float() * A[:, 0, 0].float()
@@ -103,10 +98,6 @@ def _is_spread(x: Any, dims: int) -> bool:
         return True
     x = x._example if type(x) is Symbol else x
     return all(x.stride(-1 - dim) == 0 or x.shape[-1 - dim] == 1 for dim in range(dims))
-
-
-def _can_scan(query: Any, key: Any, value: Any, dt: Any, state: Any, *others: Any) -> bool:
-    return can_scan(query, key, value, dt, dt, state) and not wants_gradient(*others) and not is_transformed()
 
 
 def _step_sizes(dt: Any, bias: Any, softplus: bool) -> Any:

@@ -20,14 +20,14 @@ from xopt.ops.fakes import FLOATING
 _linear_attention = torch.ops.xopt.linear_attention.default
 
 
-def can_scan(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor | None) -> bool:
-    """Whether the kernel takes these tensors."""
-    tensors = [each for each in (query, key, value, decay, rate, state) if each is not None]
+def can_scan(query: Tensor, key: Tensor, value: Tensor, *numbers: Tensor | None) -> bool:
+    """Whether the kernel takes these tensors, beside decay, rate and state."""
+    tensors = [each for each in (query, key, value, *numbers) if each is not None]
     if not are_plain(*tensors) or not all(each.is_cpu and each.dtype in FLOATING for each in tensors):
         return False
     if not query.ndim == key.ndim == value.ndim == 4 or not query.dtype == key.dtype == value.dtype:
         return False
-    return query.shape[2] > 0 and value.shape[2] % query.shape[2] == 0 and not wants_gradient(*tensors)
+    return query.shape[2] > 0 and value.shape[2] % query.shape[2] == 0
 
 
 @step("linear attention")
@@ -48,7 +48,8 @@ def gated_linear_attention(
     """[batch, steps, heads, depth] of all three, and of the result; decay and rate as [batch, steps, heads], the decay
     maybe with a last dimension for the rows of the state, which is [batch, heads, depth, value depth], or, where
     `state_by_columns`, [batch, heads, value depth, depth]."""
-    run = _linear_attention if can_scan(query, key, value, decay, rate, state) else scan_with_torch
+    tensors = (query, key, value, decay, rate, state)
+    run = _linear_attention if can_scan(*tensors) and not wants_gradient(*tensors) else scan_with_torch
     options: dict[str, Any] = {"scale": scale, "unit_eps": unit_eps, "corrects": corrects}
     options |= {"state_by_columns": state_by_columns, "out_dtype": out_dtype}
     return run(query, key, value, decay, rate, state, **options)

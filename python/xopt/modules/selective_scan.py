@@ -23,11 +23,7 @@ _selective_scan = torch.ops.xopt.selective_scan.default
 def can_scan_states(*tensors: Tensor | None) -> bool:
     """Whether the kernel takes these tensors."""
     given = [each for each in tensors if each is not None]
-    return (
-        are_plain(*given)
-        and all(each.is_cpu and each.dtype in FLOATING for each in given)
-        and not wants_gradient(*given)
-    )
+    return are_plain(*given) and all(each.is_cpu and each.dtype in FLOATING for each in given)
 
 
 @step("selective scan")
@@ -47,7 +43,8 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """[batch, steps, channels] of input, dt and gate, [batch, steps, states] of b and c, [channels, states] of a, and
     [batch, channels, states] of the state."""
-    known = can_scan_states(input, dt, a, b, c, skip, gate, dt_bias, state)
+    tensors = (input, dt, a, b, c, skip, gate, dt_bias, state)
+    known = can_scan_states(*tensors) and not wants_gradient(*tensors)
     run = _selective_scan if known else scan_states_with_torch
     return run(input, dt, a, b, c, skip, gate, dt_bias, state, softplus=softplus, out_dtype=out_dtype)
 
