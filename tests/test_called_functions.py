@@ -82,6 +82,13 @@ def test_a_copy_finds_substitutes_and_all_else_as_it_was(
     assert own.forward(5) == 5 + 202
 
 
+def test_what_has_taken_the_name_since_is_called(substituted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = with_substitutes(calling)
+    assert own is not None
+    monkeypatch.setitem(globals(), "known", unknown)
+    assert own.forward(5, twice=False) == 7
+
+
 def test_what_it_wraps_is_copied_too(substituted: list[int]) -> None:
     both = wrapping(wrapping(calling))
     own = with_substitutes(both)
@@ -104,6 +111,49 @@ def test_recursion(substituted: list[int]) -> None:
     own = with_substitutes(itself)
     assert own is not None
     assert own.forward(2) == 103 + 2  # what calls itself by name finds the one that has the name
+
+
+LEVEL = {"now": 1.0}
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+class Leveled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return same(self.layer(x).relu() * LEVEL["now"])
+
+
+class Leveling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Leveled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) + 1.0  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_changes_of_globals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(called, "_called", {})
+
+    @in_place_of_named("same", switch="fuse_attention", fits=lambda function, _: function.__module__ == __name__)
+    def in_its_place(source: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return source(x) + 1.0
+
+    source = Leveling().eval()
+    optimized = xopt.optimize(source)
+    x = torch.randn(3, 8)
+    for level in (1.0, 1.0, 2.0, 2.0, 3.0):
+        monkeypatch.setitem(LEVEL, "now", level)
+        torch.testing.assert_close(optimized(x), source(x) + 1.0)
+    (whole,) = (fusion for fusion in xopt.report(optimized).fusions if not fusion.path)
+    assert "linear+relu" in whole.fused
 
 
 # ---- The gated delta rule of transformers ---------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from xopt.graph.names import own_names
 from xopt.graph.symbol import CannotRecord, Symbol, active, is_symbol, is_symbolic
 
 _CACHED: type = type(functools.lru_cache(int))
@@ -82,7 +83,7 @@ class State:
 
     def see_call(self, frame: FrameType) -> None:
         """A Python function begins: from now on globals that it names may change."""
-        code, names, caller = frame.f_code, frame.f_globals, frame.f_back
+        code, names, caller = frame.f_code, own_names(frame.f_globals), frame.f_back
         if code in self._codes:
             return
         package = _package(names.get("__name__", ""))

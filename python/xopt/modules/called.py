@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
+from xopt.graph.names import SubstitutedNames
+
 Substitute = TypeVar("Substitute", bound=Callable[..., Any])
 
 
@@ -45,17 +47,6 @@ class Own(NamedTuple):
     switches: frozenset[str]
 
 
-class _Names(dict[str, Any]):
-    """What a copied function finds under its global names: others are looked up where they always were."""
-
-    def __init__(self, others: dict[str, Any], found: dict[str, Any]) -> None:
-        super().__init__(found)
-        self._others = others
-
-    def __missing__(self, name: str) -> Any:
-        return self._others[name]
-
-
 def with_substitutes(forward: Callable[..., Any]) -> Own | None:
     """None: it calls no function that has a substitute."""
     switches: set[str] = set()
@@ -67,19 +58,19 @@ def _copied(function: Any, switches: set[str]) -> Any:
     """The function, if neither it nor what it wraps calls any; else a copy."""
     if not isinstance(function, FunctionType):
         return function
-    found = {}
+    found: dict[str, tuple[Any, Callable[..., Any]]] = {}
     for name in function.__code__.co_names:
         given = function.__globals__.get(name)
         called = _called.get(getattr(given, "__name__", ""))
         if called is not None and called.fits(given, called.substitute):
-            found[name] = functools.partial(called.substitute, given)
+            found[name] = given, functools.partial(called.substitute, given)
             switches.add(called.switch)
     wrapped = getattr(function, "__wrapped__", None)
     inside = None if wrapped is None else _copied(wrapped, switches)
     if not found and inside is wrapped:
         return function
     cells = tuple(CellType(inside) if _is_filled_with(cell, wrapped) else cell for cell in function.__closure__ or ())
-    names = _Names(function.__globals__, found) if found else function.__globals__
+    names = SubstitutedNames(function.__globals__, found) if found else function.__globals__
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
