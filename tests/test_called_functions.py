@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import xopt
+import xopt.integrations.transformers  # marks its functions, before a test looks at none
 from tests.families import calls_of
 from tests.test_transformers_states import LINEAR, SMALL, cache_in, model_of, step
 from xopt.modules import called
