@@ -130,9 +130,9 @@ struct AttentionHead {
   }
   template <class Half>
   static float first_of(const Half* from) {
-    alignas(64) float values[kWidth];
-    store(values, load_first(from, 1));
-    return values[0];
+    float value = 0;
+    store_first(&value, load_first(from, 1), 1);
+    return value;
   }
   const T* at(const HeadsView& view, int64_t key) const {
     return static_cast<const T*>(view.data) + batch * view.batch_stride + head * view.head_stride +

@@ -6,7 +6,7 @@
 
 namespace xopt::XOPT_ISA {
 
-// They may be of unequal length (causality): each goes to whichever thread is free: no item's result depends on another.
+// They may be of unequal length (causality): each goes to whichever thread is free, and no item's result depends on another.
 template <class Compute>
 void for_each_item(int64_t items, int64_t threads, const Compute& make_compute) {
   int64_t next = 0;

@@ -73,9 +73,9 @@ struct LinearAttentionHead {
   float number(const StepNumbers& numbers, int64_t step, int64_t row) const {
     const int64_t at = batch * numbers.batch_stride + head * numbers.head_stride + step * numbers.step_stride +
                        row * numbers.row_stride;
-    alignas(64) float values[kWidth];
-    store(values, load_any(numbers.data, numbers.dtype, at, 1));
-    return values[0];
+    float value = 0;
+    store_first(&value, load_any(numbers.data, numbers.dtype, at, 1), 1);
+    return value;
   }
   void load_row(const HeadsView& view, int64_t step, float scale, float* to) const {
     const int64_t from = place(view, head / call.group, step);

@@ -133,7 +133,9 @@ class SelectiveScanThread {
           continue;
         }
         for (int64_t j = 0; j < kUnits; ++j) {
-          load_one(series.data, series.dtype, row + (column + j) * series.column_stride, column + j < count, units + j);
+          const int64_t at = row + (column + j) * series.column_stride;
+          units[j] = 0;
+          if (column + j < count) store_first(units + j, load_any(series.data, series.dtype, at, 1), 1);
         }
       }
     }
@@ -143,11 +145,6 @@ class SelectiveScanThread {
     for (int64_t i = 0; i < kUnits; i += kWidth) {
       store(to + i, i < count ? load_any(data, dtype, from + i, count - i) : set1(0.0F));
     }
-  }
-  static void load_one(const void* data, DType dtype, int64_t from, bool exists, float* to) {
-    alignas(64) float values[kWidth];
-    store(values, exists ? load_any(data, dtype, from, 1) : set1(0.0F));
-    *to = values[0];
   }
   static void transpose(const float* rows, float* tile) {
     transpose_tile(reinterpret_cast<const uint8_t*>(rows), kUnits * 4, reinterpret_cast<uint8_t*>(tile));
@@ -168,7 +165,7 @@ class SelectiveScanThread {
       F sums[kAtOnce];
 #pragma GCC unroll 4
       for (int64_t n = 0; n < kAtOnce; ++n) sums[n] = set1(0.0F);
-      for (int64_t state = 0; state < states_; state += kAtOnce) {
+      for (int64_t state = 0; state < call_.states; state += kAtOnce) {  // and zeros up to whole vectors
         F kept[kAtOnce];
 #pragma GCC unroll 4
         for (int64_t n = 0; n < kAtOnce; ++n) kept[n] = mul(dt, load(a_ + (state + n) * kChannels + channel));

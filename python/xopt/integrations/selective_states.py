@@ -9,7 +9,8 @@ import torch
 
 from xopt.integrations.kernel_functions import call_step, fits, is_packed, tried_by
 from xopt.modules.called import in_place_of_named
-from xopt.modules.selective_scan import can_scan_states, selective_scan
+from xopt.modules.selective_scan import selective_scan
+from xopt.modules.substitute import are_floats_on_cpu
 
 
 def _scan_calls(random: Callable[..., torch.Tensor]) -> Iterator[Any]:
@@ -35,7 +36,7 @@ def selective_scan_in_its_place(
     **kwargs: Any,
 ) -> Any:
     tensors = (hidden_states, dt, A, B, C, D, z, delta_bias, None)
-    if is_packed(kwargs) or not fits(can_scan_states, tensors):
+    if is_packed(kwargs) or not fits(are_floats_on_cpu, tensors):
         options = {"delta_softplus": delta_softplus, "return_last_state": return_last_state}
         return source(hidden_states, dt, A, B, C, D, z, delta_bias, **options, **kwargs)
     hidden_states, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))  # noqa: N806
@@ -68,7 +69,7 @@ def state_update_in_its_place(
     **kwargs: Any,
 ) -> Any:
     tensors = (hidden_states, dt, A, B, C, D, z, dt_bias, state)
-    if kwargs or not fits(can_scan_states, tensors):
+    if kwargs or not fits(are_floats_on_cpu, tensors):
         return source(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **kwargs)
     rows = [None if each is None else each.unsqueeze(1) for each in (hidden_states, dt, B, C, z)]
     series = (rows[0], rows[1], A, rows[2], rows[3], D, rows[4], dt_bias, state)

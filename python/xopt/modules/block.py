@@ -215,7 +215,7 @@ def run(
     """`forward(module, *args, **kwargs)`, as a program where there can be one. `results`: what dtype the forward turns
     its results into, if it does, which tells it from another of this module."""
     programs: Programs | None = module.__dict__.get(PROGRAMS)
-    if programs is None or module.training or torch.compiler.is_compiling() or torch._C._is_tracing():
+    if programs is None or module.training or _is_compiled():
         return forward(module, *args, **kwargs)
     if (_global_forward_hooks or _global_forward_pre_hooks) and _globally_hooked():
         return forward(module, *args, **kwargs)

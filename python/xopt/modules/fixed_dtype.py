@@ -12,8 +12,9 @@ from xopt.graph.branch import has_dtype
 from xopt.graph.steps import expect
 from xopt.modules.chain import linkables
 from xopt.modules.computed_once import ComputedOnce
-from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast
+from xopt.modules.pattern import Pattern, dtype_of, is_call, is_cast, is_on_cpu
 from xopt.modules.told_sizes import is_told_size
+from xopt.ops.fakes import FLOATING
 
 _TO_ONE_DTYPE = ("float", "half", "bfloat16")  # methods, whose names say which
 
@@ -29,6 +30,12 @@ def has_fixed_dtype(node: Node) -> bool:
     if not is_call(node, operator.getitem, *linkables):
         return False
     return "out_dtype" in node.kwargs or all(map(has_fixed_dtype, node.all_input_nodes))
+
+
+def takes_fixed_floats(node: Node) -> bool:
+    """Whether all that a step takes by its place are tensors on the CPU, of dtypes that kernels know in all calls."""
+    tensors: list[Any] = [each for each in node.args if each is not None]
+    return all(is_on_cpu(each) and has_fixed_dtype(each) and dtype_of(each) in FLOATING for each in tensors)
 
 
 def names_a_dtype(cast: Node) -> bool:

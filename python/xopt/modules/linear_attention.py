@@ -11,19 +11,17 @@ from torch.fx import Node
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
-from xopt.modules.fixed_dtype import has_fixed_dtype
+from xopt.modules.fixed_dtype import takes_fixed_floats
 from xopt.modules.gradients import wants_gradient
-from xopt.modules.pattern import dtype_of, is_on_cpu, step
-from xopt.modules.substitute import are_plain
-from xopt.ops.fakes import FLOATING
+from xopt.modules.pattern import dtype_of, step
+from xopt.modules.substitute import are_floats_on_cpu
 
 _linear_attention = torch.ops.xopt.linear_attention.default
 
 
 def can_scan(query: Tensor, key: Tensor, value: Tensor, *numbers: Tensor | None) -> bool:
     """Whether the kernel takes these tensors, beside decay, rate and state."""
-    tensors = [each for each in (query, key, value, *numbers) if each is not None]
-    if not are_plain(*tensors) or not all(each.is_cpu and each.dtype in FLOATING for each in tensors):
+    if not are_floats_on_cpu(query, key, value, *numbers):
         return False
     if not query.ndim == key.ndim == value.ndim == 4 or not query.dtype == key.dtype == value.dtype:
         return False
@@ -38,21 +36,14 @@ def gated_linear_attention(
     decay: Tensor,
     rate: Tensor,
     state: Tensor | None,
-    *,
-    scale: float | None = None,
-    unit_eps: float | None = None,
-    corrects: bool = True,
-    state_by_columns: bool = False,
-    out_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """[batch, steps, heads, depth] of all three, and of the result; decay and rate as [batch, steps, heads], the decay
     maybe with a last dimension for the rows of the state, which is [batch, heads, depth, value depth], or, where
-    `state_by_columns`, [batch, heads, value depth, depth]."""
+    `state_by_columns`, [batch, heads, value depth, depth]. The options are those of `scan_with_torch`."""
     tensors = (query, key, value, decay, rate, state)
     run = _linear_attention if can_scan(*tensors) and not wants_gradient(*tensors) else scan_with_torch
-    options: dict[str, Any] = {"scale": scale, "unit_eps": unit_eps, "corrects": corrects}
-    options |= {"state_by_columns": state_by_columns, "out_dtype": out_dtype}
-    return run(query, key, value, decay, rate, state, **options)
+    return run(*tensors, **options)
 
 
 def scan_with_torch(
@@ -93,10 +84,7 @@ def scan_with_torch(
 
 
 def _is_plain(node: Node) -> bool:
-    tensors: list[Any] = [each for each in node.args if each is not None]
-    if not all(is_on_cpu(each) and has_fixed_dtype(each) and dtype_of(each) in FLOATING for each in tensors):
-        return False
-    return len({dtype_of(each) for each in node.args[:3]}) == 1
+    return takes_fixed_floats(node) and len({dtype_of(each) for each in node.args[:3]}) == 1
 
 
 @chainable(gated_linear_attention, where=_is_plain, has_parts=True)

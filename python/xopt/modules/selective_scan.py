@@ -6,24 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 from torch.nn import functional
 
 from xopt import ops  # noqa: F401 - loads them
 from xopt.modules.chain import Call, Seen, Shape, Value, chainable
-from xopt.modules.fixed_dtype import has_fixed_dtype
+from xopt.modules.fixed_dtype import takes_fixed_floats
 from xopt.modules.gradients import wants_gradient
-from xopt.modules.pattern import dtype_of, is_on_cpu, step
-from xopt.modules.substitute import are_plain
-from xopt.ops.fakes import FLOATING
+from xopt.modules.pattern import step
+from xopt.modules.substitute import are_floats_on_cpu
 
 _selective_scan = torch.ops.xopt.selective_scan.default
-
-
-def can_scan_states(*tensors: Tensor | None) -> bool:
-    """Whether the kernel takes these tensors."""
-    given = [each for each in tensors if each is not None]
-    return are_plain(*given) and all(each.is_cpu and each.dtype in FLOATING for each in given)
 
 
 @step("selective scan")
@@ -37,16 +29,14 @@ def selective_scan(
     gate: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor | None,
-    *,
-    softplus: bool,
-    out_dtype: torch.dtype,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """[batch, steps, channels] of input, dt and gate, [batch, steps, states] of b and c, [channels, states] of a, and
-    [batch, channels, states] of the state."""
+    [batch, channels, states] of the state. The options are those of `scan_states_with_torch`."""
     tensors = (input, dt, a, b, c, skip, gate, dt_bias, state)
-    known = can_scan_states(*tensors) and not wants_gradient(*tensors)
+    known = are_floats_on_cpu(*tensors) and not wants_gradient(*tensors)
     run = _selective_scan if known else scan_states_with_torch
-    return run(input, dt, a, b, c, skip, gate, dt_bias, state, softplus=softplus, out_dtype=out_dtype)
+    return run(*tensors, **options)
 
 
 def scan_states_with_torch(
@@ -79,12 +69,7 @@ def scan_states_with_torch(
     return out.to(out_dtype or input.dtype), now
 
 
-def _is_plain(node: Node) -> bool:
-    tensors: list[Any] = [each for each in node.args if each is not None]
-    return all(is_on_cpu(each) and has_fixed_dtype(each) and dtype_of(each) in FLOATING for each in tensors)
-
-
-@chainable(selective_scan, where=_is_plain, has_parts=True)
+@chainable(selective_scan, where=takes_fixed_floats, has_parts=True)
 def _selective_scan_call(
     seen: Seen,
     input: Value,

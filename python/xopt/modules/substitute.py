@@ -21,6 +21,7 @@ from xopt.config import Config
 from xopt.graph.autocast import CASTS, widens
 from xopt.graph.record import active
 from xopt.graph.signature import TENSORS
+from xopt.ops.fakes import FLOATING
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -49,6 +50,11 @@ def are_plain(*tensors: Any) -> bool:
     """Whether xopt's operators may be given them: not what torch or others derive from tensors (distributed, fake), and
     no nested ones. None is no tensor, and may stand for one."""
     return all(each is None or (type(each) in TENSORS and not each.is_nested) for each in tensors)
+
+
+def are_floats_on_cpu(*tensors: torch.Tensor | None) -> bool:
+    """Whether operators that are the CPU's alone may be given them."""
+    return are_plain(*tensors) and all(each is None or (each.is_cpu and each.dtype in FLOATING) for each in tensors)
 
 
 _CASTS = frozenset(getattr(torch.Tensor, name) for name in CASTS)
