@@ -211,6 +211,15 @@ def selective_scan_calls(caller: Caller, steps: int, states: int, channels: int,
         caller.call(what, torch.ops.xopt.selective_scan, input, dt, a, b, c, skip, gate, skip, begun, softplus=True)
 
 
+def causal_conv_calls(caller: Caller, steps: int, taps: int, channels: int, dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(channels, taps).to(dtype), torch.randn(channels)
+    for lead in ((1, steps), (steps, 1)):
+        input, state = torch.randn(*lead, channels).to(dtype), torch.randn(lead[0], channels, taps + 1).to(dtype)
+        what = f"causal_conv {lead}x{taps}x{channels} {dtype}"
+        caller.call(what, torch.ops.xopt.causal_conv, input, weight, bias, state, silu=True)
+        caller.call(f"{what}, no state", torch.ops.xopt.causal_conv, input, weight)
+
+
 CONV_KERNELS = (((1, 1), 1, 0), ((3, 3), 1, 1), ((2, 3), 2, 0), ((7, 1), 3, 3))  # with stride and padding
 
 
@@ -369,6 +378,7 @@ def main(mode: str) -> None:
             matmul_calls(caller, m, n, k, dtype)
             linear_attention_calls(caller, m, n, k, dtype)
             selective_scan_calls(caller, m, n, k, dtype)
+            causal_conv_calls(caller, m, n, k, dtype)
             rotary_calls(caller, m, n, k % 4 * 2, dtype)
             concat_calls(caller, m, n, k, dtype)
             combine_calls(caller, m, n, k, dtype)

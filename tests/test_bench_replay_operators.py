@@ -109,11 +109,17 @@ def selective_scan() -> Any:
     return ops.selective_scan(rows, rows, -torch.rand(20, 4), states, states, gate=rows, softplus=True)
 
 
+def causal_conv() -> Any:
+    rows = torch.randn(2, 9, 20)
+    return ops.causal_conv(rows, torch.randn(20, 4), torch.randn(20), torch.randn(2, 20, 4), silu=True)
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "attention": lambda: attention(20, 20),
     "attention, decoding": lambda: attention(1, 300),
     "attention, one of a text": lambda: attention(1, 300, one_sees_all=True),
     "attention, with sinks": lambda: attention(20, 20, sinks=torch.randn(2, 1, 1)),
+    "causal_conv": causal_conv,
     "linear_attention": lambda: linear_attention(20),
     "linear_attention, decoding": lambda: linear_attention(1),
     "concat": lambda: ops.concat([torch.randn(1, 4, 9, 8), torch.randn(1, 1, 4, 8).transpose(1, 2)], -2),

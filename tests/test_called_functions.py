@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import xopt
 import xopt.integrations.transformers  # marks its functions, before a test looks at none
 from tests.families import calls_of
-from tests.test_transformers_states import LINEAR, SMALL, cache_in, model_of, step
+from tests.test_transformers_states import CONFIGS, LINEAR, SMALL, cache_in, model_of, step
 from xopt.modules import called
 from xopt.modules.called import in_place_of_named, with_substitutes
 
@@ -173,7 +173,7 @@ def runs(name: str) -> int:
     return calls_of("selective_scan" if name == "mamba" else "linear_attention")
 
 
-@pytest.mark.parametrize("name", ["qwen 3.5", "qwen 3 next", "olmo hybrid", "mamba", "mamba 2", "falcon h1"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "lfm 2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_models_run_it(name: str, dtype: torch.dtype) -> None:
@@ -200,6 +200,22 @@ def test_steps_run_it(name: str) -> None:
         assert runs(name) >= before + 2
         caches = [cache_in(result) for result in results]
         torch.testing.assert_close(results[0].logits, results[1].logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_short_convolutions_run_on_their_own(name: str) -> None:
+    """In a prompt, in each step, and where some words follow."""
+    optimized = xopt.optimize(model_of(name), dtype=torch.bfloat16)
+    cache: Any = None
+    for begin, end in ((0, 7), (7, 8), (8, 9), (9, 13), (13, 14)):
+        before = calls_of("causal_conv")
+        cache = cache_in(step(optimized, WORDS[:, begin:end], cache))
+        assert calls_of("causal_conv") >= before + 2
+    optimized = xopt.optimize(model_of(name), config=xopt.Config(conv_prepack=False))
+    before = calls_of("causal_conv")
+    optimized(WORDS)
+    assert calls_of("causal_conv") == before
 
 
 def kimi() -> Any:

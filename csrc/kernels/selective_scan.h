@@ -7,16 +7,10 @@
 #pragma once
 
 #include "kernels/gemm.h"
+#include "kernels/series.h"
 #include "tiles/types.h"
 
 namespace xopt {
-
-// [batch, steps, columns]
-struct Series {
-  const void* data;
-  DType dtype;
-  int64_t batch_stride, step_stride, column_stride;
-};
 
 struct SelectiveScanCall {
   int64_t batch, steps, channels, states;

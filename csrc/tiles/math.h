@@ -79,6 +79,16 @@ XOPT_INLINE F quotient(F a, F b) {
 
 XOPT_INLINE F negative(F x) { return sub(set1(0.0F), x); }
 
+// log(1 + e^x): of 1 + t the logarithm is 2 atanh(t / (2 + t)), whose series ends soon for t of at most 1.
+XOPT_INLINE F softplus(F x) {
+  const F t = exp(negative(abs(x))), s = div(t, add(set1(2.0F), t)), square = mul(s, s);
+  F p = set1(1.0F / 13.0F);
+  constexpr float kLower[] = {1.0F / 11.0F, 1.0F / 9.0F, 1.0F / 7.0F, 0.2F, 1.0F / 3.0F, 1.0F};
+#pragma GCC unroll 6
+  for (const float c : kLower) p = fma(p, square, set1(c));
+  return add(max(set1(0.0F), x), mul(add(s, s), p));
+}
+
 template <bool Rough = false>
 XOPT_INLINE F sigmoid(F x) {
   return quotient<Rough>(set1(1.0F), one_and_exp<Rough>(negative(x)));

@@ -64,7 +64,8 @@ class Config:
     recurrent_prepack: bool = True
     """LSTM, GRU and plain recurrent layers and cells get packed weights and run on xopt's kernels."""
     conv_prepack: bool = True
-    """Convolutions get packed weights and run on xopt's kernels, with the channels last in memory."""
+    """Convolutions get packed weights and run on xopt's kernels, with the channels last in memory. Short causal ones of
+    language models, which these have as functions, do as they are."""
     conv_bn_folding: bool = True
     """A BatchNorm that follows a convolution is done within it."""
     linear_bn_folding: bool = True

@@ -15,7 +15,8 @@ _FRESH = frozenset(
         *("conv", "conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "relu", "silu", "hardswish", "max_pool2d"),
         *("conv_transpose", "interpolate", "gather", "scatter", "sum", "mean", "sigmoid", "abs", "rms_norm"),
         *("rotary", "scaled_dot_product_attention", "attention_in_parts", "attention_step"),
-        *("gated_linear_attention", "selective_scan", "merged_linear", "linear_norm", "cos", "sin", "copied_with_part"),
+        *("gated_linear_attention", "selective_scan", "causal_conv", "merged_linear", "linear_norm", "cos", "sin"),
+        "copied_with_part",
     }
 )
 # And these, whose parts may be written to: no pattern takes them for another.

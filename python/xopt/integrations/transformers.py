@@ -33,6 +33,7 @@ from xopt.graph.symbol import (
 )
 from xopt.integrations import (  # noqa: F401 - their rules
     cache_layers,
+    causal_convs,
     delta_rule,
     experts,
     made_caches,
