@@ -23,7 +23,7 @@ ops: Any = torch.ops.xopt
 SIZES = (0, 1, 1, 2, 3, 5, 8, 33, 130)
 NUMBERS = {"leaky_relu": (0.2,), "clamp": (-0.7, 1.1)}
 BINARY = ("add", "sub", "mul", "div")
-NAMES = [*BINARY, *BINARY, "abs", "sqrt", "exp", *(name for name in ACTIVATIONS if name != "none")]
+NAMES = [*BINARY, *BINARY, "abs", "sqrt", "exp", "softplus", *(name for name in ACTIVATIONS if name != "none")]
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -116,7 +116,7 @@ def stepped(how: str, given: list[Bounded], numbers: tuple[float, ...], rough: b
         inside = x.value - x.error >= 0 if how == "sqrt" else torch.ones_like(value, dtype=torch.bool)
         error = (
             torch.maximum((value - low).abs(), (high - value).abs())
-            + (2e-6 if how == "exp" else 2 * unit) * value.abs()
+            + (2e-6 if how in ("exp", "softplus") else 2 * unit) * value.abs()
         )
         return Bounded(value, torch.where(inside, error, torch.inf))
     value = ACTIVATIONS[how](x.value, *(*numbers, 0.0, 0.0)[:2])
@@ -263,7 +263,9 @@ class Written(Model):
 
     def between(self, one: Tensor, other: Tensor) -> Tensor:
         root = torch.sqrt(other.abs() + 1.0)
-        return torch.exp(-one.abs()) * torch.rsqrt(torch.square(one) + 2) / root + torch.neg(root).clamp(-3, 1)
+        return torch.exp(-one.abs()) * torch.rsqrt(torch.square(one) + 2) / root + functional.softplus(-root).clamp(
+            -3, 1
+        )
 
 
 def pointwise_calls() -> int:

@@ -213,6 +213,8 @@ class Blocks {
         return each([](F a, F) { return sqrt(a); });
       case PointwiseStep::exp:
         return each([](F a, F) { return exp(a); });
+      case PointwiseStep::softplus:
+        return each([](F a, F) { return softplus(a); });
       case PointwiseStep::activation:
         return activate_each<Rough>(step, each);
     }

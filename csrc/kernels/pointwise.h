@@ -6,7 +6,7 @@
 
 namespace xopt {
 
-enum class PointwiseStep : uint8_t { add, sub, mul, div, abs, sqrt, exp, activation };
+enum class PointwiseStep : uint8_t { add, sub, mul, div, abs, sqrt, exp, softplus, activation };
 
 struct PointwiseCall {
   static constexpr int kDims = 8, kMostInputs = 8, kMostSteps = 24;

@@ -35,7 +35,7 @@ constexpr NamedValue<Known> kSteps[] = {
     {"add", plain(PointwiseStep::add, 2)},   {"sub", plain(PointwiseStep::sub, 2)},
     {"mul", plain(PointwiseStep::mul, 2)},   {"div", plain(PointwiseStep::div, 2)},
     {"abs", plain(PointwiseStep::abs, 1)},   {"sqrt", plain(PointwiseStep::sqrt, 1)},
-    {"exp", plain(PointwiseStep::exp, 1)},
+    {"exp", plain(PointwiseStep::exp, 1)},   {"softplus", plain(PointwiseStep::softplus, 1)},
 #define XOPT_ACTIVATION_STEP(NAME) {#NAME, activation(Activation::NAME)},
     XOPT_EACH_FUNCTION(XOPT_ACTIVATION_STEP)
 #undef XOPT_ACTIVATION_STEP

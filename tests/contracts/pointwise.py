@@ -20,7 +20,7 @@ def samples_pointwise() -> Iterator[Call]:
         image = x.contiguous(memory_format=torch.channels_last)
         yield ([x], "gelu_erf:x0"), {}
         yield ([factor, image], "mul:x0:x1;silu:v0;add:v1:0.5"), {"out_dtype": dtype}
-        yield ([x[:, 1:, ::2], random(8, dtype=dtype)], "div:x0:2;sub:v0:x1;abs:v1;sqrt:v2;exp:v3"), {}
+        yield ([x[:, 1:, ::2], random(8, dtype=dtype)], "div:x0:2;sub:v0:x1;abs:v1;sqrt:v2;exp:v3;softplus:v4"), {}
         yield (
             ([x, x, random(5, 1)], "leaky_relu:x0:0.1;clamp:x1:-1:1;mul:v0:v1;mul:v2:x2"),
             {"out_dtype": torch.float32},

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.nn import functional
 
 from xopt.modules.activation import ACTIVATIONS, plain_activation
 from xopt.modules.cast import write_rounded
@@ -56,10 +57,16 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "abs": torch.abs,
     "sqrt": torch.sqrt,
     "exp": torch.exp,
+    "softplus": functional.softplus,
 }
 _BINARY = {"add": ADD, "sub": SUBTRACT, "mul": MULTIPLY, "div": DIVIDE}
 _POWER = (operator.pow, torch.pow, "pow", "__pow__")
-_UNARY = {"abs": (torch.abs, "abs"), "sqrt": (torch.sqrt, "sqrt"), "exp": (torch.exp, "exp")}
+_UNARY = {
+    "abs": (torch.abs, "abs"),
+    "sqrt": (torch.sqrt, "sqrt"),
+    "exp": (torch.exp, "exp"),
+    "softplus": (functional.softplus,),
+}
 
 
 class _Step(NamedTuple):
