@@ -136,3 +136,81 @@ def test_a_cache_that_keeps_the_past_is_left_to_its_own_code() -> None:
         results = [step(*each) for each in zip((optimized, source), 2 * [part], caches, strict=True)]
         torch.testing.assert_close(results[0].logits, results[1].logits, atol=1e-4, rtol=1e-4)
         expect_same_caches(*caches)
+
+
+def states_in(cache: Any) -> list[Tensor]:
+    layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+    return [state for layer in layers for state in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+
+
+def in_steps(name: str) -> tuple[Any, Any]:
+    """A model and its cache after some steps, the next of which is a program."""
+    optimized = xopt.optimize(model_of(name), dtype=torch.bfloat16)
+    cache: Any = None
+    for length in (5, 1, 1, 1):
+        cache = cache_in(step(optimized, torch.randint(1, 64, (1, length)), cache))
+    return optimized, cache
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen 3.5", "falcon h1"])
+def test_states_are_handed_over(name: str) -> None:
+    """The tensors of a cache stay; what a step has made becomes their memory, and is not copied."""
+    optimized, cache = in_steps(name)
+    states = states_in(cache)
+    before = [state.data_ptr() for state in states]
+    step(optimized, torch.tensor([[7]]), cache)
+    assert all(one is other for one, other in zip(states_in(cache), states, strict=True))
+    assert not any(one.data_ptr() == other for one, other in zip(states, before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen 3.5", "falcon h1"])
+def test_views_of_states_see_what_a_step_leaves(name: str) -> None:
+    optimized, cache = in_steps(name)
+    states = states_in(cache)
+    views, kept = [state[:, 1:] for state in states], [state.clone() for state in states]
+    step(optimized, torch.tensor([[7]]), cache)
+    for state, view, old in zip(states, views, kept, strict=True):
+        assert torch.equal(view, state[:, 1:])
+        assert not torch.equal(state, old)
+
+
+class Remembering(torch.nn.Module):
+    """Adds up what it is given, and returns the sum that its cache holds as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        new = self.layer(x)
+        held = cache.get_recurrent_state(0)
+        state = new if held is None else new + held
+        cache.update_recurrent_state(state, 0)
+        return self.layer(state), state
+
+
+class Rememberer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Remembering()
+
+    def forward(self, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        out, state = self.inside(x, cache)
+        return out, state
+
+
+@torch.no_grad()
+def test_a_state_that_is_returned_as_well_is_nobody_s_but_the_caller_s() -> None:
+    config = transformers.MambaConfig(**TWO_LAYERS)
+    source = Rememberer().eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    found = []
+    for model in (source, optimized):
+        torch.manual_seed(0)
+        cache: Any = transformers.DynamicCache(config=config)
+        cache.layers[0].update_recurrent_state(torch.zeros(2, 8))
+        cache.layers[0].has_previous_state[0] = True
+        returned = [model(torch.randn(2, 8), cache)[1] for _ in range(5)]
+        found.append((torch.stack(returned), states_in(cache)[0]))
+    torch.testing.assert_close(found[1], found[0])
+    assert len({float(state[0, 0]) for state in found[1][0]}) == 5

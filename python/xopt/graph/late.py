@@ -11,7 +11,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+
+from xopt.graph.fresh import memory_of
+from xopt.graph.parts import name_of
 
 EFFECT = "effect"  # in the meta of a node that has to stay even where nobody uses its result
 
@@ -41,6 +46,54 @@ def set_at_the_end(graph: Graph, settings: list[tuple[Callable[..., Any], tuple[
 def _can_wait(node: Node) -> bool:
     """Whether it computes something: what objects hold may be something else by then."""
     return node.op in ("call_function", "call_method") and EFFECT not in node.meta and node.target not in reads_objects
+
+
+def hand_over_what_is_left(graph: Graph) -> None:
+    """Of a whole graph: copies of what nobody else wants into tensors that objects hold become `hand_over`."""
+    for node in graph.nodes:
+        if node.target is Tensor.copy_ and EFFECT in node.meta and _is_left_to(node, node.args[1]):
+            node.target = hand_over
+
+
+_MAY_GIVE_THE_SAME = frozenset(
+    {"to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "expand", "expand_as"}
+)
+
+
+def _is_left_to(user: Node, value: Any) -> bool:
+    """Whether a step has made something that nobody else has."""
+    while isinstance(value, Node) and list(value.users) == [user]:
+        if name_of(value.target) not in _MAY_GIVE_THE_SAME:
+            return memory_of(value) is not None
+        user, value = value, value.args[0]
+    return False
+
+
+def hand_over(held: Tensor, value: Tensor) -> None:
+    """`held.copy_(value)` of a value that nobody else has. Where nobody sees the memory of either but they, the value's
+    becomes that of the other: a state of some megabytes is not copied at each step."""
+    lie_alike = held.shape == value.shape and held.stride() == value.stride() and held.device == value.device
+    if lie_alike and held.dtype == value.dtype and _has_own_memory(held) and _has_own_memory(value):
+        held.set_(value)  # type: ignore[call-overload]
+    else:
+        held.copy_(value)
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """All of it, and nobody else a part."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.numel() * tensor.element_size() and _owners(tensor) == _ONE_OWNER
+
+
+def _owners(tensor: Tensor) -> int | None:
+    """Of its memory. Torch counts them by a function of its own; None: this torch has none."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else count(tensor.untyped_storage()._cdata)
+
+
+_LONE = torch.empty(1)
+_ONE_OWNER = _owners(_LONE) or -1
+"""As it is counted where there is one, and the object that Python has of the memory."""
 
 
 def ask_first(graph: Graph, expect: Any) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import copy
 import operator
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,26 +20,24 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from xopt.graph.autocast import CASTS, is_own, widens, without_autocast
+from xopt.graph.autocast import is_own, without_autocast
 from xopt.graph.branch import has_dtype, is_told_by_arguments, truth
+from xopt.graph.casts import dtype_asked_for, was_widened
+from xopt.graph.changes import Changes
 from xopt.graph.constants import Constants, are_same, values_in
-from xopt.graph.fresh import is_blank, is_read_after, memory_of
 from xopt.graph.held import Held
-from xopt.graph.late import EFFECT, ask_first, set_at_the_end
+from xopt.graph.late import EFFECT, ask_first, hand_over_what_is_left, set_at_the_end
 from xopt.graph.native import native, unwatched
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
-from xopt.graph.signature import DICTS, fill, is_tensor, signature
+from xopt.graph.results import mapped, returned
+from xopt.graph.signature import fill, is_tensor, signature
 from xopt.graph.state import DRAWS, State, Surroundings, collector_paused, left_behind
 from xopt.graph.steps import (
     KIND,
-    MAKES_RESULT,
-    Described,
     call_plainly,
-    copied_with_part,
     description_of,
     expect,
-    with_part,
 )
 from xopt.graph.symbol import (
     CannotRecord,
@@ -48,7 +45,6 @@ from xopt.graph.symbol import (
     Symbol,
     SymbolicSize,
     is_symbol,
-    named_results,
     opaque_reads,
     without_writing,
     writes,
@@ -62,11 +58,6 @@ class ChangesItself(CannotRecord):
     a table that is filled when something is first asked for), it can be recorded."""
 
 
-class TooManySteps(CannotRecord):
-    """A forward goes step by step along one of its input's dimensions, which may be shorter in other calls."""
-
-
-_MOST_PLACES = 24  # of a tensor that a forward takes one by one
 _CONSTANT_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point)
 
 in_floats: dict[Any, Callable[..., Any]] = {}
@@ -90,16 +81,13 @@ class Recorder:
                 if tensor is not None:
                     self._tensors.setdefault(id(tensor), (path, name))
         self._attributes: dict[tuple[str, str], Node] = {}
-        self._replaced_in_place: list[tuple[Node, Node]] = []
-        self._written: list[tuple[Node, Node]] = []
+        self.changes = Changes()
         self.watched: list[tuple[Any, str, Any]] = []
         self.surroundings = Surroundings([], [], set())
         self._random_state = torch.get_rng_state()
         self._expected: set[tuple[Any, Any, Any]] = set()
         self.has_effects = False
         self._late: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
-        self._of_objects: set[Node] = set()
-        self._places: dict[Node, set[int]] = {}
         self.refusal: str | None = None
         """Why this is no recording, which the forward may have caught."""
         self.kept: dict[Any, Any] = {}
@@ -121,21 +109,24 @@ class Recorder:
         if function is torch.nn.functional.dropout and kwargs.get("training") is False:
             return args[0]
         if kwargs.get("inplace") is True:
-            return self.in_place(function, *args, **{**kwargs, "inplace": False})
+            return self.changes.in_place(function, *args, **{**kwargs, "inplace": False})
         if kwargs.get("out") is not None:
             raise CannotRecord("it has a result written to a tensor of its own")
         name = getattr(function, "__name__", "")
         if writes(name):
-            return self.in_place(without_writing(name), *args, **kwargs)
+            return self.changes.in_place(without_writing(name), *args, **kwargs)
         first = next((each for each in args if type(each) is Symbol), None)
-        asks_for_floats = is_own() and self._was_widened(first)
+        asks_for_floats = is_own() and was_widened(first)
         if asks_for_floats and function in in_floats:
             function = in_floats[function]
         with self._noting_errors(), without_autocast(asks_for_floats and function in told_by_result):
             example = self.evaluate(function, args, kwargs)
-        if getattr(torch.Tensor, name, None) is function:  # also where a parameter stands left of the operator
-            return self.record("call_method", name, args, kwargs, example)
-        return self.record("call_function", function, args, kwargs, example)
+        is_method = getattr(torch.Tensor, name, None) is function  # also where a parameter stands left of the operator
+        result = self.record(
+            *("call_method", name) if is_method else ("call_function", function), args, kwargs, example
+        )
+        narrow = dtype_asked_for(function, args) if is_own() else None
+        return result if narrow is None else result.to(narrow)
 
     @unwatched
     def evaluate(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -162,14 +153,6 @@ class Recorder:
         """Whatever the forward makes of it, this ends in no graph."""
         self.refusal = self.refusal or problem
 
-    def _was_widened(self, value: Any) -> bool:
-        """Whether the forward itself asked for this in fp32."""
-        if type(value) is not Symbol or value._node.target not in CASTS:
-            return False
-        cast: Any = value._node
-        source, result = (node.meta.get(EXAMPLE) for node in (cast.args[0], cast))
-        return isinstance(source, Described) and isinstance(result, Described) and widens(source.dtype, result.dtype)
-
     def call_module(self, module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A function of a module of ours and of more arguments, as one step."""
         if id(module) not in self._paths:
@@ -193,62 +176,9 @@ class Recorder:
             active.recorder = self
         return self.record("call_function", call_plainly, (module, *args), kwargs, example)
 
-    def in_place(self, function: Any, target: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """An operation in place, recorded as one that makes a new tensor. Right only where the old one is fresh and
-        not seen otherwise, which `finish` looks at. The symbol stands for the new one from then on."""
-        if function is None or type(target) is not Symbol or not isinstance(target._example, torch.Tensor):
-            raise CannotRecord("it changes something in place")
-        result = self.call(function, target, *args, **kwargs)
-        memory = memory_of(target._node)
-        if memory is None or result._example.dtype != target._example.dtype:
-            raise CannotRecord("it changes a tensor in place that others may see")
-        self._replaced_in_place.append((memory, result._node))
-        target._node, target._example = result._node, result._example
-        return target
-
-    def take_place(self, target: Symbol, key: Any) -> None:
-        """Looks at how many places of a tensor are taken by their numbers: to record as many steps as a text has words
-        takes longer than a program saves."""
-        numbers = [each for each in (key if type(key) is tuple else (key,)) if type(each) is int]
-        if numbers and target._node.op != "get_attr" and isinstance(target._example, torch.Tensor):
-            places = self._places.setdefault(target._node, set())
-            places.update(numbers)
-            if len(places) > _MOST_PLACES:
-                raise TooManySteps("it goes along a dimension step by step")
-
-    def write_part(self, target: Symbol, key: Any, value: Any) -> None:
-        """`target[key] = value`, recorded as a step: in a copy, if it is no blank tensor."""
-        if not isinstance(target._example, torch.Tensor):
-            raise CannotRecord("it writes to a part of something that is no tensor")
-        if not is_blank(target._node.target):
-            self.in_place(copied_with_part, target, key, value)
-            return
-        given = (target, key, value)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            example = with_part(*self.examples(given))
-        result = self.record("call_function", with_part, given, {}, example)
-        self._written.append((target._node, result._node))
-        target._node = result._node
-
-    def copy_into(self, target: Symbol, source: Any) -> None:
-        """`target.copy_(source)`, where the target is a part of a blank tensor, all of one, or held by an object."""
-        if target._part_of is not None:
-            self.write_part(*target._part_of, source)
-            return
-        memory, known = target._node, target._example
-        of_object = memory in self._of_objects
-        is_like = type(source) is Symbol and getattr(source._example, "shape", None) == known.shape
-        if not is_like or not (of_object or is_blank(memory.target)):
-            raise CannotRecord("it changes something in place")
-        value = source.to(known.dtype) if of_object else source.to(known.dtype, copy=True)
-        self._replaced_in_place.append((memory, value._node))
-        if of_object:
-            self.call_late(memory, torch.Tensor.copy_, (memory, value))
-        target._node, target._example = value._node, value._example
-
     @unwatched
     def record(self, op: str, target: Any, args: Any, kwargs: Any, example: Any) -> Any:
-        node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
+        node = self.graph.create_node(op, target, self.nodes(args), self.nodes(kwargs))
         node.meta[EXAMPLE] = description_of(example)
         if self._autocasts and not torch.is_autocast_enabled("cpu"):
             node.meta[WITHOUT_AUTOCAST] = True
@@ -260,7 +190,7 @@ class Recorder:
     def effect(self, op: str, target: Any, args: Any, kwargs: Any, example: Any = None) -> Any:
         """A step that changes an object."""
         self.has_effects = True
-        node = self.graph.create_node(op, target, self._nodes(args), self._nodes(kwargs))
+        node = self.graph.create_node(op, target, self.nodes(args), self.nodes(kwargs))
         node.meta.update({EXAMPLE: description_of(example), EFFECT: True})
         return None if example is None else self._wrap(node, example)
 
@@ -277,10 +207,6 @@ class Recorder:
         for function, args in self._late.values():
             self.effect("call_function", function, args, {})
         self._late.clear()
-
-    def may_be_written(self, symbol: Symbol) -> None:
-        """Of a tensor that an object holds: the forward may write all of it, which is done at the end."""
-        self._of_objects.add(symbol._node)
 
     def read(self, symbol: Any, name: str) -> Any:
         """An attribute of an object that is no tensor, whatever it is."""
@@ -300,7 +226,7 @@ class Recorder:
         outcome = function(*self.examples((left, right)))
         if not isinstance(outcome, bool):
             raise CannotRecord(f"it compares a size with a {type(right).__name__}")
-        self._expect(function, self._nodes((left, right)), outcome)
+        self._expect(function, self.nodes((left, right)), outcome)
         return outcome
 
     def expect_no_attribute(self, symbol: Symbol, name: str) -> bool:
@@ -340,7 +266,7 @@ class Recorder:
             self.watched.append((holder, name, getattr(holder, name, None)))
 
     def examples(self, value: Any) -> Any:
-        return _map(value, lambda item: item._example if is_symbol(item) else item)
+        return mapped(value, lambda item: item._example if is_symbol(item) else item)
 
     def knows(self, value: Any) -> bool:
         """Whether this is a parameter or a buffer of the block."""
@@ -379,8 +305,8 @@ class Recorder:
             return Symbol(self, node, example)
         raise CannotRecord(f"{node.target} gives a {kind.__name__}")
 
-    def _nodes(self, value: Any) -> Any:
-        return _map(value, self._node)
+    def nodes(self, value: Any) -> Any:
+        return mapped(value, self._node)
 
     def _node(self, value: Any) -> Any:
         if is_symbol(value):
@@ -416,7 +342,7 @@ class Recorder:
                 made.function(*self.examples(made.args), **self.examples(made.kwargs)), tensor
             ):
                 raise CannotRecord("it makes a tensor of its own, or reads one that is no part of it")
-        args, kwargs = self._nodes(made.args), self._nodes(made.kwargs)
+        args, kwargs = self.nodes(made.args), self.nodes(made.kwargs)
         if id(tensor) not in self._constant_nodes:
             name = name_of(made.function)
             is_method = getattr(torch.Tensor, name, None) is made.function
@@ -437,55 +363,13 @@ class Recorder:
         return self._attributes[path, name]
 
     def finish(self, result: Any) -> None:
-        places = {node: index for index, node in enumerate(self.graph.nodes)}
-        for memory, change in self._replaced_in_place:
-            if is_read_after(memory, change, places):
-                raise CannotRecord("it changes a tensor in place that is used again")
-        for old, new in self._written:
-            if any(user.users for user in set(old.users) - {new}):  # not what the part itself was taken by
-                raise CannotRecord("it writes to a part of a tensor that is used again")
+        self.changes.check(self.graph)
         ask_first(self.graph, expect)
-        made = self._nodes(self._made(result))
-        set_at_the_end(self.graph, [(function, self._nodes(args)) for function, args in self._late.values()])
+        made = self.nodes(returned(self, result))
+        set_at_the_end(self.graph, [(function, self.nodes(args)) for function, args in self._late.values()])
         self._late.clear()
         self.graph.output(made)
-
-    def _made(self, result: Any) -> Any:
-        """The result with the steps that make its containers, where those are not Python's own."""
-        known = next((known for kind, known in named_results.items() if isinstance(result, kind)), None)
-        if known is not None:
-            named = self._made(known.items(result))
-            make = known.maker(result, self.examples(named))
-            node = self.graph.call_function(make, (), self._nodes(named))
-            node.meta[MAKES_RESULT] = True
-            return node
-        if type(result) is SymbolicSize:
-            return self.graph.call_function(torch.Size, (self._nodes(result),))
-        if type(result) in (tuple, list):
-            return type(result)(self._made(item) for item in result)
-        if type(result) is dict:
-            return {name: self._made(item) for name, item in result.items()}
-        if type(result) is OrderedDict:
-            items = [(name, self._made(item)) for name, item in result.items()]
-            node = self.graph.call_function(OrderedDict, (self._nodes(items),))
-            node.meta[MAKES_RESULT] = True
-            return node
-        if not is_symbol(result) and not isinstance(result, (type(None), bool, int, float, str)):
-            raise CannotRecord(f"it returns a {type(result).__name__}")
-        return result
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind(_map(item, change) for item in value)
-    if kind is SymbolicSize:
-        return tuple(_map(item, change) for item in value)
-    if kind in DICTS:
-        return kind((name, _map(item, change)) for name, item in value.items())
-    if kind is slice:
-        return slice(_map(value.start, change), _map(value.stop, change), _map(value.step, change))
-    return change(value)
+        hand_over_what_is_left(self.graph)
 
 
 def record(root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:

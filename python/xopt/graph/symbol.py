@@ -178,7 +178,7 @@ class Symbol:
         return operator.index(self._number())
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._recorder.write_part(self, key, value)
+        self._recorder.changes.write_part(self, key, value)
 
     def __hash__(self) -> int:
         """A size is found where its number is. A cache has to compute anew what it is asked for by a symbol."""
@@ -196,7 +196,7 @@ class Symbol:
         return format(self._number(), form)
 
     def __getitem__(self, key: Any) -> Any:
-        self._recorder.take_place(self, key)
+        self._recorder.changes.take_place(self, key)
         part = self._recorder.call(operator.getitem, self, key)
         if is_symbol(part):
             part._part_of = self, key
@@ -277,7 +277,7 @@ def _add_operators() -> None:
     def in_place(function: Any) -> Any:
         def change(self: Symbol, other: Any) -> Any:
             recorder = self._recorder
-            return (recorder.call if _is_number(self) else recorder.in_place)(function, self, other)
+            return (recorder.call if _is_number(self) else recorder.changes.in_place)(function, self, other)
 
         return change
 
@@ -310,9 +310,9 @@ class _Method:
         symbol, name = self._symbol, self._name
         recorder = symbol._recorder
         if name == "copy_":
-            return recorder.copy_into(symbol, *args, **kwargs)
+            return recorder.changes.copy_into(symbol, *args, **kwargs)
         if writes(name):
-            return recorder.in_place(without_writing(name), symbol, *args, **kwargs)
+            return recorder.changes.in_place(without_writing(name), symbol, *args, **kwargs)
         try:
             example = recorder.evaluate(getattr(symbol._example, name), args, kwargs)
         except RuntimeError as problem:

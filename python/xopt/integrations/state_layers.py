@@ -83,7 +83,7 @@ class _States:
         example = state_of(self._layer._example, name, self._state)
         read: Symbol = self._recorder.record("call_function", state_of, (self._layer, name, self._state), {}, example)
         self._recorder.expect_dtype(read)
-        self._recorder.may_be_written(read)
+        self._recorder.changes.may_be_written(read)
         return read
 
     def convs(self) -> Any:

@@ -20,9 +20,10 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from xopt.config import Config
 from xopt.graph.autocast import is_inside
+from xopt.graph.changes import TooManySteps
 from xopt.graph.hooks import are_awake, have_sleeping_hooks, hooked
 from xopt.graph.program import EPOCH, Program
-from xopt.graph.record import ChangesItself, Recorder, TooManySteps, active, record
+from xopt.graph.record import ChangesItself, Recorder, active, record
 from xopt.graph.signature import is_tensor, signature
 from xopt.graph.steps import OtherSizes
 from xopt.graph.symbol import CannotRecord, has_symbolic_objects, is_symbol, is_symbolic
