@@ -31,7 +31,7 @@ from xopt.graph.native import native, unwatched
 from xopt.graph.parts import EXAMPLE as EXAMPLE
 from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.results import mapped, returned
-from xopt.graph.signature import fill, is_tensor, signature
+from xopt.graph.signature import by_place, fill, is_tensor, signature
 from xopt.graph.state import DRAWS, State, Surroundings, collector_paused, left_behind
 from xopt.graph.steps import (
     KIND,
@@ -104,6 +104,7 @@ class Recorder:
 
     @unwatched
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = by_place(args, kwargs)
         if function in _CONSTANT_FUNCTIONS:
             return function(*self.examples(args))
         if function is torch.nn.functional.dropout and kwargs.get("training") is False:

@@ -8,6 +8,7 @@ of them.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -94,3 +95,20 @@ def fill(value: Any, values: list[Any]) -> Any:
 
 def is_tensor(value: Any) -> bool:
     return type(value) in TENSORS
+
+
+_FIRST_NAMES = (("input", "other"), ("query", "key", "value"))
+"""Of the arguments that functions of torch begin with."""
+
+
+def by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of torch's whose first ones are given by their names (diffusers' attention), as those who
+    look for a function's calls expect them."""
+    if args or "condition" in kwargs:  # torch.where begins with that
+        return args, kwargs
+    for names in _FIRST_NAMES:
+        found = tuple(itertools.takewhile(kwargs.__contains__, names))
+        if found:
+            rest = {name: value for name, value in kwargs.items() if name not in found}
+            return tuple([kwargs[name] for name in found]), rest
+    return args, kwargs

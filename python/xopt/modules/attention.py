@@ -349,6 +349,10 @@ class FindAttention(Pattern):
 
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
+        for node in calls(graph, *attention_steps):  # of integrations
+            with graph.inserting_before(node):
+                rounded = [_rounded(graph, each, dtype_of(node)) for each in node.args[:3]]
+            node.args = (*rounded, *node.args[3:])
         for node in calls(graph, functional.scaled_dot_product_attention):
             query, key, value = node.args[:3] if len(node.args) >= 3 else (None, None, None)
             names: Any = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
