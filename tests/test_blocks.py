@@ -38,6 +38,15 @@ class Halves(nn.Module):
         return self.down(hidden * functional.gelu(gate)) + x  # type: ignore[no-any-return]
 
 
+class SlicedHalves(Halves):
+    """As Flux 2 has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.proj(x)
+        half = both.shape[-1] // 2
+        return self.down(functional.silu(both[..., :half]) * both[..., half:]) + x  # type: ignore[no-any-return]
+
+
 class Parallel(nn.Module):
     """Attention and MLP of one input, as in Phi; the key has no bias, as in Whisper."""
 
@@ -193,6 +202,7 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "gated": (Gated, ["rms_norm", "gated linear (silu)", "linear+add"]),
     "gated, written out": (lambda: Gated(gelu_of_gpt2), ["rms_norm", "gated linear (gelu_tanh)", "linear+add"]),
     "halves": (Halves, ["gated halves (gelu_erf)", "linear+add"]),
+    "halves as slices": (SlicedHalves, ["gated halves (silu)", "linear+add"]),
     "halves, gate first": (lambda: Halves(True), ["gated halves (silu)", "linear+add"]),
     "rms_norm": (WrittenOutRmsNorm, ["rms_norm"]),
     "rms_norm with offset": (lambda: WrittenOutRmsNorm(1.0), ["rms_norm"]),

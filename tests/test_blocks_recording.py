@@ -329,7 +329,8 @@ class PartsByNumber(Mlp):
 
 SIZED = [
     *(BranchOnSize, SizeAsNumber, SizeAsTruth, SizeAmongOthers),
-    *(PartsByRow, PartsBySize, PartsByNumber, _caught(lambda x: x[..., :1] * x.new_ones(8, 1))),
+    *(PartsByRow, PartsBySize, PartsByNumber),
+    pytest.param(_caught(lambda x: x[..., :1] * x.new_ones(8, 1)), marks=pytest.mark.program_fails),
     *(LoopOverRows, _caught(lambda x: len(x) + 1.0), _caught(lambda x: torch.stack(list(x)))),
 ]
 

@@ -203,6 +203,7 @@ def test_layers_of_an_encoder_take_a_batch_of_nothing(first: int) -> None:
             torch.testing.assert_close(optimized(x), source(x))
 
 
+@pytest.mark.program_fails
 def test_a_program_of_a_user_that_unflattens_takes_a_batch_of_nothing() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:

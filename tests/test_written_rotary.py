@@ -176,3 +176,40 @@ class Unordered(Rotated):
 def test_what_is_no_rotation_of_both_is_left(make: Callable[[], Rotated]) -> None:
     torch.manual_seed(0)
     check(make(), rotary=0)
+
+
+def unbound_pairs(x: Tensor) -> Tensor:
+    real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack([-imaginary, real], dim=-1).flatten(3)
+
+
+def unbound_halves(x: Tensor) -> Tensor:
+    first, second = x.reshape(*x.shape[:-1], 2, -1).unbind(-2)
+    return torch.cat([-second, first], dim=-1)
+
+
+def wrongly_unbound(x: Tensor) -> Tensor:
+    """Halves for pairs, and pairs for halves."""
+    first, second = x.reshape(*x.shape[:-1], 2, -1).unbind(-2)
+    return torch.stack([-second, first], dim=-1).flatten(3)
+
+
+class OfDiffusers(Rotated):
+    """Flux, CogVideoX, Hunyuan: angles in a matrix, on the tensor's device, and parts of views of their own."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.heads_dim == 2:
+            cos, sin = cos[0][None, :, None, :].to(x.device), sin[0][None, :, None, :].to(x.device)
+        else:
+            cos, sin = cos[0][None, None, :, :].to(x.device), sin[0][None, None].to(x.device)
+        return (x.float() * cos + self.turned(x).float() * sin).to(x.dtype)
+
+    def angles(self, angles: Tensor) -> Tensor:
+        return angles
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+@pytest.mark.parametrize(("turned", "found"), [(unbound_pairs, 1), (unbound_halves, 1), (wrongly_unbound, 0)])
+def test_parts_of_views_by_pairs_and_halves(turned: Callable[[Tensor], Tensor], found: int, heads_dim: int) -> None:
+    torch.manual_seed(0)
+    check(OfDiffusers(turned, heads_dim=heads_dim), rotary=found)

@@ -131,6 +131,16 @@ class Programs:
             self._watches[key] = watch
         return result
 
+    def run_after(self, problem: Exception, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """A forward whose program has failed: for sizes that cannot be, of which it may know, or raises in its own
+        words. If it does neither, what went wrong is not hidden."""
+        result = forward(module, *args, **kwargs)
+        failed = f"its program failed where its own forward did not: {type(problem).__name__}: {problem}"
+        if failed != self.problem:
+            self.problem = failed
+            _log.warning("%s: %s", type(module).__name__, failed)
+        return result
+
     @property
     def was_tried(self) -> bool:
         return self.problem is not None or bool(self.fused)
@@ -244,10 +254,10 @@ def run(
             result = program(module, values)
         except OtherSizes:
             continue
-        except Exception:  # for sizes that cannot be: the forward may know of them, or raises in its own words
+        except Exception as problem:
             if program.has_effects:
                 raise
-            break
+            return programs.run_after(problem, module, forward, args, kwargs)
         if result is not NotImplemented:
             return result
         programs.drop(module, key)

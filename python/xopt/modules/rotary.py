@@ -1,7 +1,7 @@
 """Rotary position embeddings of queries and keys, as models write them out: x cos + turned(x) sin.
 
     halves        turned(x) = cat(-x[half:], x[:half])                        Llama
-    interleaved   turned(x) = stack(-x[1::2], x[::2]) flattened               GPT-J
+    interleaved   turned(x) = stack(-x[1::2], x[::2]) flattened               GPT-J, Flux
 
 x may be the first columns of a head, whose others are put behind the result; it may have its heads before its positions
 or behind them; and all of it may be done in fp32 between casts. Angles may be those of one text for all (timm's vision
@@ -146,7 +146,8 @@ def _turned(node: Any, x: Any) -> bool | None:
         half = shape_of(x)[-1] // 2
         halves = slice(None, half), slice(half, None)
         return False if _are_parts(first, second, source, *halves) else None
-    flat = is_call(node, torch.flatten, "flatten") and argument(node, 1, "start_dim", 0) == -2
+    pairs = len(shape_of(source)) - 1  # the dimension where they are, and whole columns
+    flat = is_call(node, torch.flatten, "flatten") and argument(node, 1, "start_dim", 0) in (-2, pairs)
     if flat or (is_call(node, torch.reshape, "reshape", "view") and _is_shape_of(node, source)):
         stacked = node.args[0]
         if is_call(stacked, torch.stack) and argument(stacked, 1, "dim", 0) == -1 and _is_pair(stacked):
@@ -155,13 +156,15 @@ def _turned(node: Any, x: Any) -> bool | None:
     return None
 
 
-def _is_shape_of(view: Node, source: Node) -> bool:
-    """Whether a view has the sizes of another tensor in all calls."""
+def _is_shape_of(view: Node, source: Node, last: tuple[int, ...] = ()) -> bool:
+    """Whether a view has the sizes of another tensor in all calls, or these numbers in place of the last one."""
     sizes: Any = view.args[1] if isinstance(view.args[1], (tuple, list)) else view.args[1:]
-    dims = len(shape_of(source))
-    return len(sizes) == dims and all(
+    own, dims = sizes[: len(sizes) - len(last)], len(shape_of(source))
+    if len(own) != (dims - 1 if last else dims) or tuple(sizes[len(own) :]) != last:
+        return False
+    return all(
         is_size(size) and without_casts(size.args[0]) is source and argument(size, 1, "dim") % dims == dim
-        for dim, size in enumerate(sizes)
+        for dim, size in enumerate(own)
     )
 
 
@@ -195,7 +198,24 @@ def _is_columns(node: Any, source: Node, columns: slice) -> bool:
         half = shape_of(source)[-1] // 2
         part = (slice(None, half), slice(half, None))[node.args[1]] if halves and type(node.args[1]) is int else None
         return part == columns and without_casts(chunks.args[0]) is source
+    if _unbound(node, source) == columns:
+        return True
     return _columns(node) == columns and without_casts(node.args[0]) is source
+
+
+def _unbound(node: Any, source: Node) -> slice | None:
+    """The columns that a part of a view by pairs or by halves has, whose parts are taken along one dimension."""
+    unbound: Any = node.args[0] if is_call(node, operator.getitem) and type(node.args[1]) is int else None
+    if not is_call(unbound, torch.unbind, "unbind") or not is_call(unbound.args[0], torch.reshape, "reshape", "view"):
+        return None
+    view, dim, part = unbound.args[0], argument(unbound, 1, "dim", 0), node.args[1]
+    if without_casts(view.args[0]) is not source or part not in (0, 1):
+        return None
+    dims, half = len(shape_of(view)), shape_of(source)[-1] // 2
+    if dim in (-1, dims - 1) and _is_shape_of(view, source, (-1, 2)):
+        return slice(part or None, None, 2)
+    by_halves = dim in (-2, dims - 2) and _is_shape_of(view, source, (2, -1))
+    return (slice(None, half), slice(half, None))[part] if by_halves else None
 
 
 def _value(number: Any) -> Any:
@@ -241,11 +261,14 @@ def _broadcast_dim(node: Any) -> int | None:
         dim = argument(node, 1, "dim")
         return dim % 4 if dim in (1, 2, -2, -3) else None
     if is_call(node, operator.getitem) and isinstance(node.args[1], tuple) and len(shape_of(node)) == 4:
+        key, rest = list(node.args[1]), slice(None)
         for dim in (1, 2):
-            key = [slice(None)] * 3
-            key.insert(dim, None)  # type: ignore[arg-type]
-            if list(node.args[1]) == key[: len(node.args[1])] and len(node.args[1]) > dim:
-                return dim
+            of_each_text: list[Any] = [rest, rest, rest]
+            of_all_texts: list[Any] = [None, rest, rest]
+            for whole in (of_each_text, of_all_texts):
+                whole.insert(dim, None)
+                if key == whole[: len(key)] and len(key) > dim:
+                    return dim
     return None
 
 
