@@ -213,3 +213,29 @@ class OfDiffusers(Rotated):
 def test_parts_of_views_by_pairs_and_halves(turned: Callable[[Tensor], Tensor], found: int, heads_dim: int) -> None:
     torch.manual_seed(0)
     check(OfDiffusers(turned, heads_dim=heads_dim), rotary=found)
+
+
+class InParts(OfDiffusers):
+    """Wan: the angles of a pair once, of two tensors' even and odd columns, and each part written to its place."""
+
+    wrong = False
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        places = (1, -1, 1, DEPTH) if self.heads_dim == 2 else (1, 1, -1, DEPTH)
+        cos, sin = cos[0].reshape(places)[..., 0::2], sin[0].reshape(places)[..., 1::2]
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        out = torch.empty_like(x)
+        out[..., 0::2] = first * cos - second * sin
+        out[..., 1::2] = first * sin + (first if self.wrong else second) * cos
+        return out.type_as(x)
+
+
+class WronglyInParts(InParts):
+    wrong = True
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+@pytest.mark.parametrize(("kind", "found"), [(InParts, 1), (WronglyInParts, 0)])
+def test_parts_that_are_written_to_their_places(kind: type[Rotated], found: int, heads_dim: int) -> None:
+    torch.manual_seed(0)
+    check(kind(heads_dim=heads_dim), rotary=found)
