@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from tests import cases
 from tests.cases import DTYPES
 from tests.families import Family
-from tests.scans import Expected, expect_close
+from tests.scans import Expected, expect_close, expect_same_with_any_threads
 from xopt.modules.linear_attention import scan_with_torch
 
 Tensor = torch.Tensor
@@ -193,13 +194,7 @@ def test_threads_do_not_change_results(torch_threads: None) -> None:
     for heads, columns in ((1, 256), (3, 70), (5, 40)):
         case = LinearAttentionCase(steps=40, heads=heads, depth=33, value_depth=columns, state="f32")
         tensors, state = inputs(case)
-        results = []
-        for threads in (1, 2, 3, 5):
-            torch.set_num_threads(threads)
-            results.append(call(case, tensors, state))
-        for out, last in results[1:]:
-            assert torch.equal(out, results[0][0])
-            assert torch.equal(last, results[0][1])
+        expect_same_with_any_threads(functools.partial(call, case, tensors, state))
 
 
 def test_steps_one_by_one_are_those_at_once() -> None:
