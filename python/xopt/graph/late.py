@@ -71,8 +71,9 @@ def _is_left_to(user: Node, value: Any) -> bool:
 
 def hand_over(held: Tensor, value: Tensor) -> None:
     """`held.copy_(value)` of a value that nobody else has. Where nobody sees the memory of either but they, the value's
-    becomes that of the other: a state of some megabytes is not copied at each step."""
-    lie_alike = held.shape == value.shape and held.stride() == value.stride() and held.device == value.device
+    becomes that of the other: a state of some megabytes is not copied at each step. Not on devices, where a captured
+    graph may know the address."""
+    lie_alike = held.shape == value.shape and held.stride() == value.stride() and held.is_cpu and value.is_cpu
     if lie_alike and held.dtype == value.dtype and _has_own_memory(held) and _has_own_memory(value):
         held.set_(value)  # type: ignore[call-overload]
     else:
