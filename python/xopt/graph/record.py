@@ -33,12 +33,7 @@ from xopt.graph.parts import has_length, length_follows_sizes, name_of
 from xopt.graph.results import mapped, returned
 from xopt.graph.signature import by_place, fill, is_tensor, signature
 from xopt.graph.state import DRAWS, State, Surroundings, collector_paused, left_behind
-from xopt.graph.steps import (
-    KIND,
-    call_plainly,
-    description_of,
-    expect,
-)
+from xopt.graph.steps import KIND, call_plainly, description_of, expect
 from xopt.graph.symbol import (
     CannotRecord,
     SizeSymbol,
@@ -123,9 +118,8 @@ class Recorder:
         with self._noting_errors(), without_autocast(asks_for_floats and function in told_by_result):
             example = self.evaluate(function, args, kwargs)
         is_method = getattr(torch.Tensor, name, None) is function  # also where a parameter stands left of the operator
-        result = self.record(
-            *("call_method", name) if is_method else ("call_function", function), args, kwargs, example
-        )
+        op, target = ("call_method", name) if is_method else ("call_function", function)
+        result = self.record(op, target, args, kwargs, example)
         narrow = dtype_asked_for(function, args) if is_own() else None
         return result if narrow is None else result.to(narrow)
 
