@@ -239,3 +239,43 @@ class WronglyInParts(InParts):
 def test_parts_that_are_written_to_their_places(kind: type[Rotated], found: int, heads_dim: int) -> None:
     torch.manual_seed(0)
     check(kind(heads_dim=heads_dim), rotary=found)
+
+
+class Complex(OfDiffusers):
+    """Qwen-Image, Z-Image, Llama 4: pairs are complex numbers, and so are angles, of each text or of all."""
+
+    of_all = False
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        angles = torch.complex(cos[..., : DEPTH // 2].float(), sin[..., : DEPTH // 2].float())
+        angles = angles[0].unsqueeze(1) if self.of_all else angles.unsqueeze(self.heads_dim)
+        turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * angles
+        return torch.view_as_real(turned).flatten(3).type_as(x)
+
+
+class ComplexOfAll(Complex):
+    of_all = True
+
+
+class Swapped(Complex):
+    """Of each pair the second comes first."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        swapped: Tensor = super().rotate(x, cos, sin).unflatten(-1, (-1, 2)).flip(-1).flatten(3)
+        return swapped
+
+
+class SwappedBefore(Complex):
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        angles = torch.complex(cos[..., : DEPTH // 2].float(), sin[..., : DEPTH // 2].float()).unsqueeze(1)
+        turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * angles
+        return torch.view_as_real(turned).flip(-1).flatten(3).type_as(x)
+
+
+COMPLEX = [(Complex, 1, 1), (Complex, 2, 1), (ComplexOfAll, 2, 1), (Swapped, 1, 1), (SwappedBefore, 1, 0)]
+
+
+@pytest.mark.parametrize(("kind", "heads_dim", "found"), COMPLEX)
+def test_complex_numbers(kind: type[Rotated], heads_dim: int, found: int) -> None:
+    torch.manual_seed(0)
+    check(kind(heads_dim=heads_dim), rotary=found)

@@ -3,6 +3,7 @@
     halves        turned(x) = cat(-x[half:], x[:half])                        Llama
     interleaved   turned(x) = stack(-x[1::2], x[::2]) flattened               GPT-J, Flux
     in parts      x[::2] cos - x[1::2] sin, then x[::2] sin + x[1::2] cos     Wan
+    complex       view_as_complex(pairs of x) times complex angles            Qwen-Image
 
 x may be the first columns of a head, whose others are put behind the result; it may have its heads before its positions
 or behind them; and all of it may be done in fp32 between casts. Angles may be those of one text for all (timm's vision
@@ -80,7 +81,7 @@ class FindRotary(Pattern):
     @classmethod
     def rewrite(cls, graph: Graph) -> None:
         waiting: list[Turn] = []
-        for node in calls(graph, *ADD, with_part):
+        for node in calls(graph, *ADD, with_part, torch.view_as_real):
             turn = turn_of(node)
             if turn is None:
                 continue
@@ -132,8 +133,7 @@ def _are_written_alike(one: Any, other: Any) -> bool:
 
 def _belong_together(one: Turn, other: Turn) -> bool:
     alike = _is_written_alike(one.cos, other.cos) and _is_written_alike(one.sin, other.sin)
-    known = (one.heads, one.interleaved, one.angles_once)
-    return alike and known == (other.heads, other.interleaved, other.angles_once)
+    return alike and (one.heads, one.interleaved, one.angles) == (other.heads, other.interleaved, other.angles)
 
 
 def _replace(graph: Graph, first: Turn, second: Turn) -> bool:
@@ -145,7 +145,7 @@ def _replace(graph: Graph, first: Turn, second: Turn) -> bool:
         return False
     with graph.inserting_before(second.result):
         options: Any = {"heads": first.heads, "interleaved": first.interleaved}
-        angles = (_angles(graph, first, first.cos), _angles(graph, first, first.sin))
+        angles = [_angles(graph, first, each, part) for part, each in enumerate((first.cos, first.sin))]
         both = graph.call_function(rotary, (first.x, second.x, *angles), options)
         for place, turn in enumerate((first, second)):
             part = graph.call_function(operator.getitem, (both, place))
@@ -175,10 +175,15 @@ def _between(graph: Graph, first: Node, second: Node) -> list[Node] | None:
     return None
 
 
-def _angles(graph: Graph, turn: Turn, angles: Node) -> Node:
-    """[positions, columns] as [1, 1, positions, columns]; those of pairs for each of two columns."""
-    if turn.angles_once:
-        return described(graph.call_method("repeat_interleave", (angles, 2, -1)))
-    if len(shape_of(angles)) == 4:
-        return angles
-    return described(graph.call_method("unsqueeze", (described(graph.call_method("unsqueeze", (angles, 0))), 0)))
+def _angles(graph: Graph, turn: Turn, angles: Node, part: int) -> Node:
+    """Cosines or sines, which part 0 and 1 of complex numbers are, as the kernel has them: [positions, columns] as
+    [1, 1, positions, columns]; those of pairs for each of two columns."""
+    if turn.angles == "complex":
+        columns: Any = (Ellipsis, part)
+        numbers = described(graph.call_function(torch.view_as_real, (angles,)))
+        angles = described(graph.call_function(operator.getitem, (numbers, columns)))
+    if turn.angles != "of columns":
+        angles = described(graph.call_method("repeat_interleave", (angles, 2, -1)))
+    while len(shape_of(angles)) < 4:
+        angles = described(graph.call_method("unsqueeze", (angles, 0)))
+    return angles

@@ -37,13 +37,41 @@ class Turn(NamedTuple):
     sin: Node
     heads: int
     interleaved: bool
-    angles_once: bool = False
-    """Of each pair, which has the same."""
+    angles: str = "of columns"
+    """Or "of pairs", one for both of its columns; or "complex", as `cos` and `sin` both."""
 
 
 def turn_of(node: Node) -> Turn | None:
     """What a step rotates, if it is the last of those that do."""
-    return _turn_in_parts(node) if is_call(node, with_part) else _turn_of_sum(node)
+    if is_call(node, with_part):
+        return _turn_in_parts(node)
+    return _turn_of_complex(node) if is_call(node, torch.view_as_real) else _turn_of_sum(node)
+
+
+def _turn_of_complex(product: Node) -> Turn | None:
+    """Pairs as complex numbers, which are multiplied by those of the angles (Qwen-Image, Llama 4)."""
+    flat: Any = only_user(product)
+    last = only_user(flat)
+    start = argument(flat, 1, "start_dim", 0) if is_call(flat, torch.flatten, "flatten") else None
+    if start not in (-2, 3) or not is_cast(last):
+        return None
+    for number, angles in orders(product.args[0], MULTIPLY):
+        pairs: Any = number.args[0] if is_call(number, torch.view_as_complex) else None
+        x: Any = without_casts(pairs.args[0]) if isinstance(pairs, Node) and pairs.args else None
+        if len(shape_of(x)) != 4 or dtype_of(x) not in FLOATING or not _splits_columns(pairs, x, (-1, 2)):
+            continue
+        fits = dtype_of(last) == dtype_of(x) and dtype_of(angles) == torch.complex64
+        heads = _heads_of_complex(angles) if fits and shape_of(angles)[-1] * 2 == shape_of(x)[-1] else None
+        if heads is not None:
+            return Turn(x, last, angles, angles, heads, True, "complex")
+    return None
+
+
+def _heads_of_complex(angles: Any) -> int | None:
+    of_all_texts = len(shape_of(angles)) == 3 and is_call(angles, "unsqueeze", torch.unsqueeze)
+    if of_all_texts:  # [positions, 1, pairs]
+        return 2 if argument(angles, 1, "dim") in (1, -2) else None
+    return _broadcast_dim(angles)
 
 
 def _turn_of_sum(node: Node) -> Turn | None:
@@ -93,7 +121,7 @@ def _turn_in_parts(last: Node) -> Turn | None:
     fits = heads is not None and heads == _heads_dim(sin, x) and shape_of(cos)[-1] == shape_of(sin)[-1] == half
     if not fits or len(shape_of(x)) != 4 or dtype_of(x) not in FLOATING or dtype_of(last) != dtype_of(x):
         return None
-    return Turn(x, last, cos, sin, heads, True, angles_once=True)  # type: ignore[arg-type]
+    return Turn(x, last, cos, sin, heads, True, "of pairs")  # type: ignore[arg-type]
 
 
 def _pairs(x: Any, one: Any, other: Any) -> tuple[Any, Any] | None:
