@@ -96,6 +96,7 @@ def check(source: Any, *, rotary: int) -> None:
                 assert ours.dtype == other.dtype
                 assert relative_error(ours, right) <= 1.1 * relative_error(other, right) + 1e-6
         (report,) = (fusion for fusion in xopt.report(optimized).fusions if fusion.path == "0")
+        assert report.problem is None, report
         assert report.fused.count("rotary") == rotary, report
 
 
@@ -272,7 +273,20 @@ class SwappedBefore(Complex):
         return torch.view_as_real(turned).flip(-1).flatten(3).type_as(x)
 
 
-COMPLEX = [(Complex, 1, 1), (Complex, 2, 1), (ComplexOfAll, 2, 1), (Swapped, 1, 1), (SwappedBefore, 1, 0)]
+class TakenApart(Complex):
+    """Two steps read the real numbers."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        angles = torch.complex(cos[..., : DEPTH // 2].float(), sin[..., : DEPTH // 2].float()).unsqueeze(1)
+        turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * angles
+        numbers = torch.view_as_real(turned)
+        return torch.stack([numbers[..., 0], numbers[..., 1]], dim=-1).flatten(3).type_as(x)
+
+
+COMPLEX = [
+    *((Complex, 1, 1), (Complex, 2, 1), (ComplexOfAll, 2, 1), (Swapped, 1, 1)),
+    *((SwappedBefore, 1, 0), (TakenApart, 1, 0)),
+]
 
 
 @pytest.mark.parametrize(("kind", "heads_dim", "found"), COMPLEX)

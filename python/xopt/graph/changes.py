@@ -31,7 +31,7 @@ class Changes:
 
     def in_place(self, function: Any, target: Any = None, *args: Any, **kwargs: Any) -> Any:
         """An operation in place, recorded as one that makes a new tensor. Right only where the old one is fresh and
-        not seen otherwise, which `finish` looks at. The symbol stands for the new one from then on."""
+        not seen otherwise, which `check` looks at. The symbol stands for the new one from then on."""
         if function is None or type(target) is not Symbol or not isinstance(target._example, torch.Tensor):
             raise CannotRecord("it changes something in place")
         result = target._recorder.call(function, target, *args, **kwargs)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from xopt.graph.autocast import CASTS
 from xopt.graph.fresh import memory_of
 from xopt.graph.parts import name_of
 
@@ -55,9 +56,7 @@ def hand_over_what_is_left(graph: Graph) -> None:
             node.target = hand_over
 
 
-_MAY_GIVE_THE_SAME = frozenset(
-    {"to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "expand", "expand_as"}
-)
+_MAY_GIVE_THE_SAME = frozenset({*CASTS, "type_as", "half", "bfloat16", "contiguous", "expand", "expand_as"})
 
 
 def _is_left_to(user: Node, value: Any) -> bool:

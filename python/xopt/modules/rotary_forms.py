@@ -27,6 +27,8 @@ from xopt.modules.pattern import (
 from xopt.modules.told_sizes import is_size
 from xopt.ops.fakes import FLOATING
 
+_FIRST_OF_PAIRS, _SECOND_OF_PAIRS = slice(None, None, 2), slice(1, None, 2)
+
 
 class Turn(NamedTuple):
     """One tensor that is rotated."""
@@ -51,9 +53,10 @@ def turn_of(node: Node) -> Turn | None:
 def _turn_of_complex(product: Node) -> Turn | None:
     """Pairs as complex numbers, which are multiplied by those of the angles (Qwen-Image, Llama 4)."""
     flat: Any = only_user(product)
+    if not is_call(flat, torch.flatten, "flatten") or argument(flat, 1, "start_dim", 0) not in (-2, 3):
+        return None
     last = only_user(flat)
-    start = argument(flat, 1, "start_dim", 0) if is_call(flat, torch.flatten, "flatten") else None
-    if start not in (-2, 3) or not is_cast(last):
+    if not is_cast(last):
         return None
     for number, angles in orders(product.args[0], MULTIPLY):
         pairs: Any = number.args[0] if is_call(number, torch.view_as_complex) else None
@@ -99,9 +102,6 @@ def _result(node: Node, x: Any, interleaved: bool, cos: Any, sin: Any) -> Turn |
     if is_cast(only_user(node)) and dtype_of(only_user(node)) == dtype_of(source):  # done in fp32, and cast back
         node = only_user(node)
     return Turn(source, node, cos, sin, heads, interleaved) if dtype_of(node) == dtype_of(source) else None
-
-
-_FIRST_OF_PAIRS, _SECOND_OF_PAIRS = slice(None, None, 2), slice(1, None, 2)
 
 
 def _turn_in_parts(last: Node) -> Turn | None:
@@ -155,7 +155,7 @@ def _turned(node: Any, x: Any) -> bool | None:
         stacked = node.args[0]
         if is_call(stacked, torch.stack) and argument(stacked, 1, "dim", 0) == -1 and is_pair(stacked):
             second, first = stacked.args[0]
-            return True if _are_parts(first, second, source, slice(None, None, 2), slice(1, None, 2)) else None
+            return True if _are_parts(first, second, source, _FIRST_OF_PAIRS, _SECOND_OF_PAIRS) else None
     return None
 
 
