@@ -472,3 +472,20 @@ def test_threads_that_come_first_together() -> None:
             expected = source(X)
             for result in pool.map(call, range(12)):
                 torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.program_fails
+def test_an_error_of_a_pattern_is_told_apart_from_one_of_the_forward(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(graph: object, inside: bool) -> None:
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr("xopt.modules.block.chain_steps", fail)
+    source = nn.Sequential(Mlp()).eval()
+    optimized = xopt.optimize(source, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(X), source(X))
+    said = "could not be fused: ValueError: a fault of ours"
+    assert [record.levelname for record in caplog.records if said in record.getMessage()] == ["WARNING"] * 2
+    assert said in str(xopt.report(optimized, X))

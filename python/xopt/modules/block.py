@@ -59,6 +59,10 @@ _NUMBERS = (bool, int, float)
 Forward = Callable[..., Any]
 
 
+class _CannotFuse(Exception):
+    """An error of our own, of which the forward knows nothing."""
+
+
 class Programs:
     """A block's programs by the kind of call. Copies of the module start with none."""
 
@@ -170,9 +174,7 @@ class Programs:
             if not all(has_kernels(value.device) for value in signature(args, kwargs)[1] if is_tensor(value)):
                 raise CannotRecord("its inputs are on a device that there are no kernels for")
             recorder = record(as_derived(module), forward, args, kwargs)
-            fused = apply_patterns(recorder, self.config)
-            chain_steps(recorder.graph, channels_last.is_inside())
-            program = Program(module, recorder, is_direct(recorder.graph)) if fused else None
+            fused, program = self._fuse(module, recorder)
         except ChangesItself as problem:
             self.problem = str(problem)
             self._changes += 1
@@ -183,6 +185,9 @@ class Programs:
             self._unsettled = True
         except CannotRecord as problem:
             self.problem = str(problem)
+        except _CannotFuse as problem:
+            self.problem = str(problem)
+            _log.warning("%s: %s", type(module).__name__, problem)
         except Exception as problem:  # whatever a forward does when it meets a symbol: it is not for us to judge
             self.problem = f"{type(problem).__name__}: {problem}"
         else:
@@ -192,6 +197,17 @@ class Programs:
             return program
         _log.info("%s runs its own forward: %s", type(module).__name__, self.problem)
         return None
+
+    def _fuse(self, module: nn.Module, recorder: Recorder) -> tuple[list[str], Program | None]:
+        """What a recording fuses, and its program. Unlike recording, this meets nothing but what is ours."""
+        try:
+            fused = apply_patterns(recorder, self.config)
+            chain_steps(recorder.graph, channels_last.is_inside())
+            return fused, Program(module, recorder, is_direct(recorder.graph)) if fused else None
+        except CannotRecord:
+            raise
+        except Exception as problem:
+            raise _CannotFuse(f"what was recorded could not be fused: {type(problem).__name__}: {problem}") from problem
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Programs:
         return Programs(self.config, self.flow, self._dims())
