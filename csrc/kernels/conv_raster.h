@@ -257,7 +257,7 @@ class RasterThread {
 
   // The weights wanted after these, each row block its share: of the group for the next panels, or the next group's.
   void fetch_ahead(int64_t block, int64_t panel, Range panels, BlockCall* call) const {
-    const int64_t lines = lines_ahead<Block>(blocks_.size()), done = (block - blocks_.begin) * lines * 64;
+    const int64_t lines = lines_ahead(blocks_.size()), done = (block - blocks_.begin) * lines * 64;
     int64_t next = panel + panels.size(), group = group_;
     if (next >= strip_.end && group + 1 < plan_.groups) {
       next = strip_.begin;

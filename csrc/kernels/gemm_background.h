@@ -12,15 +12,9 @@
 
 namespace xopt::XOPT_ISA {
 
-// Lines of the next weights that a step fetches, of the two tiles which each of a chunk's row blocks has a share of. For
-// tiles never few: a step that fetches costs 20 cycles more, one line or eight (measured), so some row blocks fetch
-// and the others do not.
-template <class Block>
-XOPT_INLINE int64_t lines_ahead(int64_t row_blocks) {
-  constexpr int64_t kLines = 2 * kTileBytes / 64;
-  const int64_t share = ceil_div(kLines, row_blocks);
-  return Block::kBackground ? maximum<int64_t>(kLines / 4, share) : share;
-}
+// Lines of the next weights that a step fetches, of the two tiles which each of a chunk's row blocks has a share of. As few as
+// that makes: places for lines on their way are few, and products wait where many are asked for at once.
+XOPT_INLINE int64_t lines_ahead(int64_t row_blocks) { return ceil_div(2 * kTileBytes / 64, row_blocks); }
 
 // All that a block on the vector ports lets happen: a call in its loop would cost it its registers.
 class Prefetches {

@@ -133,7 +133,7 @@ class GemmSlices {
       }
     }
     if (panel >= weights_end_) return;
-    const int64_t lines = lines_ahead<Block>(rows_.size()), done = (rb - rows_.begin) * lines * 64;
+    const int64_t lines = lines_ahead(rows_.size()), done = (rb - rows_.begin) * lines * 64;
     if (done >= 2 * kTileBytes) return;
     block->ahead = weights(panel, slice) + done * block->k_tiles;
     block->ahead_lines = lines;

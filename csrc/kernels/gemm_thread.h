@@ -101,7 +101,7 @@ class GemmThread {
         break;
       }
       rows_ = {row, minimum(row + chunk_blocks, rows.end)};
-      weight_lines_ = lines_ahead<Block>(rows_.size());
+      weight_lines_ = lines_ahead(rows_.size());
       copied_ = false;
       for (int64_t panel = panels.begin; panel < panels.end; panel += chunk_panels) {
         panels_ = {panel, minimum(panel + chunk_panels, panels.end)};
