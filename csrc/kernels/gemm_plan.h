@@ -225,7 +225,8 @@ struct GemmPlan : RowBlocks {
     const int64_t sum_bytes = k_blocks > 1 ? Block::kRows * kPanelColumns * 4 * chunk_panels : 0;
     chunk_blocks = maximum<int64_t>(1, l2 / 2 / (row_block_bytes() + sum_bytes));
   }
-  static int64_t kept_bytes() { return l2_bytes() * 9 / 16; }
+  // What passes, and the next chunk's weights, want the rest (1576 x 768 x 3072 1.08 times as fast as with 9/16).
+  static int64_t kept_bytes() { return l2_bytes() / 2; }
   int64_t most_kept_panels() const { return maximum<int64_t>(1, kept_bytes() / panel_slice_bytes()); }
   // Of a k block: a panel's weights, and a row block's values in whole tiles.
   int64_t panel_slice_bytes() const { return k_block_tiles * 2 * kTileBytes; }
@@ -243,7 +244,7 @@ struct GemmPlan : RowBlocks {
       if (panels > chunk_panels) chunk_blocks = maximum<int64_t>(4, l2_bytes() / 8 / row_block_bytes());
       chunk_panels = panels;
     } else if (row_blocks_of_part >= kManyRowBlocks) {
-      chunk_panels = ceil_div(panels, ceil_div(panels, most));
+      chunk_panels = even_share(panels, most);
       chunk_blocks = kMostKeptRowBlocks;
     } else {
       return;

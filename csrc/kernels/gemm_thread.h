@@ -71,7 +71,8 @@ class GemmThread {
     const int64_t chunks = ceil_div(rows.size(), most_chunk_blocks());
     const int64_t chunk_blocks = weights_stay_ ? 1 : ceil_div(rows.size(), maximum<int64_t>(1, chunks));
     const bool one_panel = rows.size() == 1 || (weights_stay_ && plan_.panel_by_panel && !finishes_);
-    const int64_t most_panels = weights_stay_ ? maximum(plan_.chunk_panels, plan_.kOnePassPanels) : plan_.chunk_panels;
+    int64_t most_panels = weights_stay_ ? maximum(plan_.chunk_panels, plan_.kOnePassPanels) : plan_.chunk_panels;
+    if (plan_.keeps_weights) most_panels = even_share(panels.size(), most_panels);  // a piece is not all of the part
     const int64_t chunk_panels = one_panel ? 1 : most_panels;
     pass_k_blocks_ = rows.size() == 1 || weights_stay_ ? plan_.k_blocks : plan_.pass_k_blocks;
     strip_bytes_ = chunk_panels * kAccBytes;
