@@ -119,6 +119,27 @@ def write_by_a_view(y: Tensor) -> Tensor:
     return total
 
 
+def write_behind_a_cast(y: Tensor) -> Tensor:
+    """As CogView4 turns the queries of its image, but not those of its text."""
+    scaled = (y + 1).to(y.dtype)
+    scaled[:, 1:] = scaled[:, 1:] * 2
+    return scaled
+
+
+def write_into_what_was_stacked(y: Tensor) -> Tensor:
+    """As LTX scales the places of its patches."""
+    places = torch.stack([y, y.neg()], dim=1).repeat(1, 1, 1, 1)
+    places[:, :1] = places[:, :1] * 0.5
+    return places.sum(1)
+
+
+def read_behind_a_cast_later(y: Tensor) -> Tensor:
+    total = y + 1
+    same = total.to(y.dtype)
+    same[:, :1] = same[:, :1] * 3
+    return total + same
+
+
 def read_the_whole_later(y: Tensor) -> Tensor:
     total = y + 1
     part = total[:, :1]
@@ -141,10 +162,12 @@ def write_what_was_given(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_recorded", [True, False])
-@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("place", range(5))
 def test_parts_that_are_changed_in_place(place: int, is_recorded: bool, dtype: torch.dtype) -> None:
-    recorded = (add_to_a_part_of_a_sum, write_a_part, lambda y: write_a_part(y) * add_to_a_part_of_a_sum(y))
-    others = (read_the_whole_later, read_another_part_later, write_by_a_view)
+    both: Change = lambda y: write_a_part(y) * add_to_a_part_of_a_sum(y)  # noqa: E731
+    recorded = (add_to_a_part_of_a_sum, write_a_part, both, write_behind_a_cast, write_into_what_was_stacked)
+    given_cast: Change = lambda y: write_what_was_given(y.to(y.dtype))  # noqa: E731
+    others = (read_the_whole_later, read_another_part_later, write_by_a_view, read_behind_a_cast_later, given_cast)
     change: Change = (recorded if is_recorded else others)[place]
 
     class Changes(Mlp):
@@ -162,10 +185,11 @@ def test_parts_that_are_changed_in_place(place: int, is_recorded: bool, dtype: t
     assert bool(xopt.report(optimized).fusions[0].fused) == is_recorded
 
 
-def test_a_part_of_what_was_given_is_changed_there() -> None:
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_a_part_of_what_was_given_is_changed_there(is_cast: bool) -> None:
     class Changes(Mlp):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(write_what_was_given(x))
+            return super().forward(write_what_was_given(x.to(x.dtype) if is_cast else x))
 
     source = nn.Sequential(Changes()).eval()
     optimized = xopt.optimize(source, dtype=torch.float32)

@@ -51,16 +51,36 @@ def lumina() -> tuple[Any, Inputs, int]:
     return model, {**given, "encoder_attention_mask": torch.ones(1, 6, dtype=torch.bool)}, 4
 
 
+def cogview_4() -> tuple[Any, Inputs, int]:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "text_embed_dim": 32, "time_embed_dim": 24}
+    model = diffusers.CogView4Transformer2DModel(**PATCHED, **sizes, rope_axes_dim=(16, 16))
+    size = torch.tensor([[64.0, 64.0]])
+    sizes_of_image = {"original_size": size, "target_size": size, "crop_coords": torch.zeros(1, 2)}
+    given = {"hidden_states": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, 5, 32)}
+    return model, {**given, **sizes_of_image}, 2
+
+
+def ltx_video() -> tuple[Any, Inputs, int]:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32, "caption_channels": 24}
+    model = diffusers.LTXVideoTransformer3DModel(**PATCHED, **sizes)
+    places = {"num_frames": 2, "height": 2, "width": 4, "rope_interpolation_scale": (0.32, 32, 32)}
+    texts = {"encoder_hidden_states": torch.randn(1, 6, 24), "encoder_attention_mask": torch.ones(1, 6)}
+    return model, {"hidden_states": torch.randn(1, 16, 4), **texts, **places}, 4
+
+
 MODELS: dict[str, Callable[[], tuple[Any, Inputs, int]]] = {
     "flux": flux,
     "stable diffusion 3": stable_diffusion_3,
     "wan": wan,
     "lumina 2": lumina,
+    "cogview 4": cogview_4,
+    "ltx video": ltx_video,
 }
 
 
 def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    is_cast = {name: isinstance(value, Tensor) and value.is_floating_point() for name, value in inputs.items()}
+    return {name: value.to(dtype) if is_cast[name] else value for name, value in inputs.items()}
 
 
 def with_time(model: Any, inputs: Inputs, dtype: torch.dtype) -> Tensor:

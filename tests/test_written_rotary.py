@@ -216,6 +216,32 @@ def test_parts_of_views_by_pairs_and_halves(turned: Callable[[Tensor], Tensor], 
     check(OfDiffusers(turned, heads_dim=heads_dim), rotary=found)
 
 
+class BeforeHeads(Rotated):
+    """LTX: all columns of a row have angles of their own, and become heads afterwards."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rows = [linear(x) for linear in (self.query, self.key)]
+        turned = [(row.float() * cos + self.turned(row).float() * sin).to(row.dtype) for row in rows]
+        query, key = (each.unflatten(2, (HEADS, -1)) for each in turned)
+        return query, key
+
+
+def rows_in_pairs(x: Tensor) -> Tensor:
+    real, imaginary = x.unflatten(2, (-1, 2)).unbind(-1)
+    return torch.stack([-imaginary, real], dim=-1).flatten(2)
+
+
+def rows_turned_back(x: Tensor) -> Tensor:
+    real, imaginary = x.unflatten(2, (-1, 2)).unbind(-1)
+    return torch.stack([imaginary, -real], dim=-1).flatten(2)
+
+
+@pytest.mark.parametrize(("turned", "found"), [(rows_in_pairs, 1), (turned_halves, 1), (rows_turned_back, 0)])
+def test_rows_that_become_heads_afterwards(turned: Callable[[Tensor], Tensor], found: int) -> None:
+    torch.manual_seed(0)
+    check(BeforeHeads(turned, columns=64), rotary=found)
+
+
 class InParts(OfDiffusers):
     """Wan: the angles of a pair once, of two tensors' even and odd columns, and each part written to its place."""
 

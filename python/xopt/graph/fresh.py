@@ -16,7 +16,7 @@ _FRESH = frozenset(
         *("conv_transpose", "interpolate", "gather", "scatter", "sum", "mean", "sigmoid", "abs", "rms_norm"),
         *("rotary", "scaled_dot_product_attention", "attention_in_parts", "attention_step"),
         *("gated_linear_attention", "selective_scan", "causal_conv", "merged_linear", "linear_norm", "cos", "sin"),
-        "copied_with_part",
+        *("copied_with_part", "stack", "repeat", "clone", "roll", "flip", "sqrt", "rsqrt", "neg", "tanh", "embedding"),
     }
 )
 # And these, whose parts may be written to: no pattern takes them for another.
@@ -32,6 +32,7 @@ _VIEWS = frozenset(
     {
         *("getitem", "__getitem__", "narrow", "select", "view", "reshape", "flatten", "unflatten", "squeeze"),
         *("unsqueeze", "transpose", "permute", "contiguous", "chunk", "split", "unbind"),
+        *("to", "type_as", "float"),  # which may give the tensor itself
     }
 )
 

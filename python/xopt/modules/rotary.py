@@ -6,8 +6,8 @@
     complex       view_as_complex(pairs of x) times complex angles            Qwen-Image
 
 x may be the first columns of a head, whose others are put behind the result; it may have its heads before its positions
-or behind them; and all of it may be done in fp32 between casts. Angles may be those of one text for all (timm's vision
-transformers: a matrix). The kernel does each of these in one pass.
+or behind them, or none yet (LTX); and all of it may be done in fp32 between casts. Angles may be those of one text for
+all (timm's vision transformers: a matrix). The kernel does each of these in one pass.
 """
 
 from __future__ import annotations
@@ -144,11 +144,15 @@ def _replace(graph: Graph, first: Turn, second: Turn) -> bool:
     if between is None:
         return False
     with graph.inserting_before(second.result):
-        options: Any = {"heads": first.heads, "interleaved": first.interleaved}
+        options: Any = {"heads": first.heads or 1, "interleaved": first.interleaved}
         angles = [_angles(graph, first, each, part) for part, each in enumerate((first.cos, first.sin))]
-        both = graph.call_function(rotary, (first.x, second.x, *angles), options)
+        x = [_with_heads(graph, turn) for turn in (first, second)]
+        both = graph.call_function(rotary, (*x, *angles), options)
         for place, turn in enumerate((first, second)):
             part = graph.call_function(operator.getitem, (both, place))
+            if not turn.heads:
+                part.meta.update(x[place].meta)
+                part = graph.call_method("squeeze", (part, 1))
             part.meta.update(turn.result.meta)
             turn.result.replace_all_uses_with(part)
     behind = second.result
@@ -158,6 +162,10 @@ def _replace(graph: Graph, first: Turn, second: Turn) -> bool:
     for turn in (first, second):
         graph.erase_node(turn.result)
     return True
+
+
+def _with_heads(graph: Graph, turn: Turn) -> Node:
+    return turn.x if turn.heads else described(graph.call_method("unsqueeze", (turn.x, 1)))
 
 
 def _between(graph: Graph, first: Node, second: Node) -> list[Node] | None:
@@ -177,13 +185,15 @@ def _between(graph: Graph, first: Node, second: Node) -> list[Node] | None:
 
 def _angles(graph: Graph, turn: Turn, angles: Node, part: int) -> Node:
     """Cosines or sines, which part 0 and 1 of complex numbers are, as the kernel has them: [positions, columns] as
-    [1, 1, positions, columns]; those of pairs for each of two columns."""
+    [1, 1, positions, columns]; those of pairs for each of two columns; and rows without heads as those of one."""
     if turn.angles == "complex":
         columns: Any = (Ellipsis, part)
         numbers = described(graph.call_function(torch.view_as_real, (angles,)))
         angles = described(graph.call_function(operator.getitem, (numbers, columns)))
     if turn.angles != "of columns":
         angles = described(graph.call_method("repeat_interleave", (angles, 2, -1)))
+    if not turn.heads:
+        angles = described(graph.call_method("unsqueeze", (angles, 1)))
     while len(shape_of(angles)) < 4:
         angles = described(graph.call_method("unsqueeze", (angles, 0)))
     return angles

@@ -38,6 +38,7 @@ class Turn(NamedTuple):
     cos: Node
     sin: Node
     heads: int
+    """The dimension that these are; 0: x has none yet, and angles for all of its columns (LTX)."""
     interleaved: bool
     angles: str = "of columns"
     """Or "of pairs", one for both of its columns; or "complex", as `cos` and `sin` both."""
@@ -93,7 +94,7 @@ def _turn_of_sum(node: Node) -> Turn | None:
 def _result(node: Node, x: Any, interleaved: bool, cos: Any, sin: Any) -> Turn | None:
     source = without_casts(x)
     heads = _heads_dim(cos, x)
-    if len(shape_of(x)) != 4 or heads is None or _heads_dim(sin, x) != heads or dtype_of(source) not in FLOATING:
+    if heads is None or _heads_dim(sin, x) != heads or dtype_of(source) not in FLOATING:
         return None
     if shape_of(cos)[-1] != shape_of(x)[-1] or shape_of(sin)[-1] != shape_of(x)[-1] or shape_of(x)[-1] % 2:
         return None
@@ -118,8 +119,8 @@ def _turn_in_parts(last: Node) -> Turn | None:
         return None
     x, (cos, sin) = blank.args[0], found
     heads, half = _heads_dim(cos, x), shape_of(x)[-1] // 2
-    fits = heads is not None and heads == _heads_dim(sin, x) and shape_of(cos)[-1] == shape_of(sin)[-1] == half
-    if not fits or len(shape_of(x)) != 4 or dtype_of(x) not in FLOATING or dtype_of(last) != dtype_of(x):
+    fits = heads and heads == _heads_dim(sin, x) and shape_of(cos)[-1] == shape_of(sin)[-1] == half
+    if not fits or dtype_of(x) not in FLOATING or dtype_of(last) != dtype_of(x):
         return None
     return Turn(x, last, cos, sin, heads, True, "of pairs")  # type: ignore[arg-type]
 
@@ -241,7 +242,11 @@ def _value(number: Any) -> Any:
 
 
 def _heads_dim(angles: Any, x: Any) -> int | None:
-    """The dimension of heads, over which angles are the same."""
+    """The dimension of heads, over which angles are the same, or 0 for those of rows without heads."""
+    if len(shape_of(x)) == 3:
+        return 0 if len(shape_of(angles)) == 3 and shape_of(angles)[1:] == shape_of(x)[1:] else None
+    if len(shape_of(x)) != 4:
+        return None
     if len(shape_of(angles)) == 2:
         return 1 if shape_of(angles) == shape_of(x)[2:] and dtype_of(angles) in FLOATING else None
     return _broadcast_dim(angles)
