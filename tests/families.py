@@ -134,6 +134,15 @@ def calls_of(kernel: str) -> int:
     return sum(calls for name, calls in kernel_calls().items() if name.startswith(f"{kernel} "))
 
 
+def as_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """What a model is called with, its floating-point tensors in another dtype."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return {name: cast(value) for name, value in inputs.items()}
+
+
 # ---- Checks that every family makes --------------------------------------------------------------------------------
 
 

@@ -160,15 +160,26 @@ def write_what_was_given(y: Tensor) -> Tensor:
     return part + y
 
 
+def write_parts_of_two(y: Tensor) -> Tensor:
+    return write_a_part(y) * add_to_a_part_of_a_sum(y)
+
+
+def write_what_was_given_behind_a_cast(y: Tensor) -> Tensor:
+    return write_what_was_given(y.to(y.dtype))
+
+
+RECORDED = (add_to_a_part_of_a_sum, write_a_part, write_parts_of_two, write_behind_a_cast, write_into_what_was_stacked)
+OTHERS = (
+    *(read_the_whole_later, read_another_part_later, write_by_a_view, read_behind_a_cast_later),
+    write_what_was_given_behind_a_cast,
+)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_recorded", [True, False])
 @pytest.mark.parametrize("place", range(5))
 def test_parts_that_are_changed_in_place(place: int, is_recorded: bool, dtype: torch.dtype) -> None:
-    both: Change = lambda y: write_a_part(y) * add_to_a_part_of_a_sum(y)  # noqa: E731
-    recorded = (add_to_a_part_of_a_sum, write_a_part, both, write_behind_a_cast, write_into_what_was_stacked)
-    given_cast: Change = lambda y: write_what_was_given(y.to(y.dtype))  # noqa: E731
-    others = (read_the_whole_later, read_another_part_later, write_by_a_view, read_behind_a_cast_later, given_cast)
-    change: Change = (recorded if is_recorded else others)[place]
+    change = (RECORDED if is_recorded else OTHERS)[place]
 
     class Changes(Mlp):
         def forward(self, x: Tensor) -> Tensor:
@@ -189,7 +200,7 @@ def test_parts_that_are_changed_in_place(place: int, is_recorded: bool, dtype: t
 def test_a_part_of_what_was_given_is_changed_there(is_cast: bool) -> None:
     class Changes(Mlp):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(write_what_was_given(x.to(x.dtype) if is_cast else x))
+            return super().forward((write_what_was_given_behind_a_cast if is_cast else write_what_was_given)(x))
 
     source = nn.Sequential(Changes()).eval()
     optimized = xopt.optimize(source, dtype=torch.float32)

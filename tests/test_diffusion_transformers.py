@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import xopt
-from tests.families import calls_of
+from tests.families import as_dtype, calls_of
 
 diffusers = pytest.importorskip("diffusers")
 Inputs = dict[str, Any]
@@ -78,13 +78,8 @@ MODELS: dict[str, Callable[[], tuple[Any, Inputs, int]]] = {
 }
 
 
-def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    is_cast = {name: isinstance(value, Tensor) and value.is_floating_point() for name, value in inputs.items()}
-    return {name: value.to(dtype) if is_cast[name] else value for name, value in inputs.items()}
-
-
 def with_time(model: Any, inputs: Inputs, dtype: torch.dtype) -> Tensor:
-    sample: Tensor = model(**in_dtype(inputs, dtype), timestep=torch.tensor([1.0]).to(dtype)).sample
+    sample: Tensor = model(**as_dtype(inputs, dtype), timestep=torch.tensor([1.0]).to(dtype)).sample
     return sample
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import xopt
+from tests.families import as_dtype
 from tests.test_chain_programs import lengths_of_chains
 
 transformers = pytest.importorskip("transformers")
@@ -152,10 +153,6 @@ def check_exactness(source: Any, inputs: dict[str, torch.Tensor], output: str, d
     rounding = torch.finfo(torch.float32).eps * 8  # at fp32, both are as good as exact
     assert relative_error(result, exact) <= 1.1 * relative_error(theirs, exact) + rounding
     return optimized
-
-
-def as_dtype(inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import xopt
+from tests.families import as_dtype
 from tests.test_optimize_conv import ROUNDING, relative_error, settled
 
 transformers = pytest.importorskip("transformers")
@@ -152,10 +153,6 @@ def result_of(model: Any, inputs: Inputs) -> torch.Tensor:
     result = model(**inputs)[0]
     assert isinstance(result, torch.Tensor)
     return result
-
-
-def as_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 def multiplied_by_torch(model: Any, inputs: Inputs) -> int:

@@ -38,7 +38,7 @@ def profile(
 
     `warmup` calls go first; then `steps` calls are timed without the profiler and `steps` with it, both under
     torch.inference_mode. `roofs=False` leaves out the comparison with the machine's limits, which are measured at the
-    first use on a machine (some seconds).
+    first uses on a machine (some seconds).
     """
     if not callable(model):
         raise TypeError(f"profile: model: expected a module or a function, got a {type(model).__name__}")
