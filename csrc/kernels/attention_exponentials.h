@@ -9,47 +9,35 @@
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
 namespace xopt::XOPT_ISA {
 
-// Of panels of 32 columns, `Rows` at a time. `Adds`: a mask was added to the scores.
+// Of rows of 32 columns, `Rows` at a time. `Adds`: a mask was added to the scores.
 template <int64_t Rows, bool Adds>
 class ExponentialsBetween {
  public:
-  // `scores`: [panel][row][32]; `to`: [panel][row], both of 32 rows a panel, of which the first `rows` are made, and those
-  // that fill up a multiple of `Rows`. `references`: what counts of rows begin with or, where a mask was added, what is
-  // subtracted. `scale`: of a score into counts.
-  ExponentialsBetween(const float* scores, Bf16* to, const float* references, float scale, int64_t rows, int64_t panels)
+  // `count`: of rows, a multiple of Rows, which lie one after the other in `scores` and `to`. `references`: what counts of
+  // rows begin with or, where a mask was added, what is subtracted. `scale`: of a score into counts.
+  ExponentialsBetween(const float* scores, Bf16* to, const float* references, float scale, int64_t count)
       : scores_(scores),
         to_(to),
+        end_(to + count * kPanelColumns),
         references_(references),
         scale_(set1(scale)),
-        row_(0),
-        rows_(rows),
-        panels_(panels),
         most_(_mm512_setzero_si512()) {}
 
   XOPT_INLINE void step() {
-    if (panels_ == 0) return;
+    if (to_ == end_) return;
 #pragma GCC unroll 4
     for (int64_t row = 0; row < Rows; ++row) exponentiate(row);
     scores_ += Rows * kPanelColumns;
     to_ += Rows * kPanelColumns;
     references_ += Rows;
-    row_ += Rows;
-    if (row_ < rows_) return;
-    scores_ += (kRowsOfPanel - row_) * kPanelColumns;
-    to_ += (kRowsOfPanel - row_) * kPanelColumns;
-    references_ -= row_;
-    row_ = 0;
-    --panels_;
   }
   void finish() {
-    while (panels_ > 0) step();
+    while (to_ != end_) step();
   }
   // The largest of all counts, word by word.
   __m512i most() const { return most_; }
 
  private:
-  static constexpr int64_t kRowsOfPanel = 2 * kTileRows;
-
   XOPT_INLINE void exponentiate(int64_t row) {
     const float* scores = scores_ + row * kPanelColumns;
     const F reference = set1(references_[row]);
@@ -60,10 +48,9 @@ class ExponentialsBetween {
   }
 
   const float* scores_;
-  Bf16* to_;
+  Bf16 *to_, *end_;
   const float* references_;
   F scale_;
-  int64_t row_, rows_, panels_;
   __m512i most_;
 };
 

@@ -86,7 +86,7 @@ struct AttentionHead {
 
   // Whether all rows see all keys of a block, and there is nothing to mask.
   bool sees_all(Range rows, int64_t key, int64_t count) const {
-    return count % kWidth == 0 && is_within_band(rows, key, count) && allows_all(key, count);
+    return is_within_band(rows, key, count) && allows_all(key, count);
   }
 
  private:

@@ -96,12 +96,28 @@ XOPT_INLINE void interleave(const void* first, const void* second, uint8_t* to) 
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512
 // Rows of two tiles side by side: 32 columns of two keys.
-XOPT_INLINE void interleave_panel(const void* first, const void* second, uint8_t* to) {
-  const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
-  const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);  // of each four words
+XOPT_INLINE void interleave_panel(__m512i first, __m512i second, uint8_t* to) {
+  const __m512i low = _mm512_unpacklo_epi16(first, second), high = _mm512_unpackhi_epi16(first, second);
   const __m512i left = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), right = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
   _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, left, high));
   _mm512_storeu_si512(to + kTileBytes, _mm512_permutex2var_epi64(low, right, high));
+}
+
+// 32 values of 16 bits of each of 32 keys, the tiles of a step along k, with zeros for columns and keys that do not exist.
+// `one`: the column in which keys that do have a one of bf16, should it be among these.
+template <class T>
+XOPT_INLINE void pack_value_tiles(const HeadRows<T>& values, int64_t key, int64_t column, int64_t one, uint8_t* to) {
+  const int64_t left = values.columns - column, place = one - column;
+  const __mmask32 exists = left >= kPanelColumns ? ~0U : (1U << maximum<int64_t>(0, left)) - 1;
+  const __m512i ones = _mm512_maskz_set1_epi16(place >= 0 && place < kPanelColumns ? 1U << place : 0, 0x3f80);
+  const T* from = values.data + column;
+  const auto row_of = [&](int64_t of_key) {
+    if (of_key >= values.count) return _mm512_setzero_si512();
+    return _mm512_or_si512(_mm512_maskz_loadu_epi16(exists, from + of_key * values.row_stride), ones);
+  };
+  for (int64_t row = 0; row < kTileRows; ++row) {
+    interleave_panel(row_of(key + 2 * row), row_of(key + 2 * row + 1), to + row * 64);
+  }
 }
 #endif
 
@@ -129,6 +145,17 @@ template <class To, class T>
 void pack_values(const HeadRows<T>& values, int64_t panel_bytes, uint8_t* panels, bool with_ones = false) {
   constexpr int64_t group = 4 / static_cast<int64_t>(sizeof(To));
   const int64_t columns = values.columns + (with_ones ? 1 : 0);
+#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
+  if constexpr (sizeof(To) == 2 && sizeof(T) == 2) {
+    for (int64_t key = 0; key < values.count; key += 2 * kTileRows, panels += 2 * kTileBytes) {
+      for (int64_t column = 0; column < columns; column += kPanelColumns) {
+        uint8_t* to = panels + column / kPanelColumns * panel_bytes;
+        pack_value_tiles(values, key, column, with_ones ? values.columns : -1, to);
+      }
+    }
+    return;
+  }
+#endif
   const int64_t padded = round_up(values.count, kTileRows * group);
   for (int64_t key = 0; key < padded; key += group) {
     const int64_t row = key / group;
@@ -137,22 +164,10 @@ void pack_values(const HeadRows<T>& values, int64_t panel_bytes, uint8_t* panels
     for (int64_t column = 0; column < round_up(columns, kPanelColumns); column += kTileColumns) {
       uint8_t* to =
           tile_row + column / kPanelColumns * panel_bytes + column % kPanelColumns / kTileColumns * kTileBytes;
-#if XOPT_LEVEL >= XOPT_LEVEL_AVX512
-      if (group == 2 && column + kPanelColumns <= values.columns && key + 1 < values.count) {
-        const T* from = values.data + key * values.row_stride + column;
-        interleave_panel(from, from + values.row_stride, to);
-        column += kTileColumns;  // both tiles of the panel
-        continue;
-      }
-#endif
       if (column < values.columns) {
         pack_value_row<To>(values, key, column, to);
       } else {
         __builtin_memset(to, 0, 64);
-      }
-      if (with_ones && column == values.columns / kTileColumns * kTileColumns) {
-        auto* words = reinterpret_cast<uint16_t*>(to) + values.columns % kTileColumns * group;
-        for (int64_t i = 0; i < group; ++i) words[i] = 0x3f80;
       }
     }
   }

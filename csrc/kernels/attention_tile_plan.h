@@ -24,12 +24,13 @@ struct TilePlan : AttentionItems {
                     stay_in_l1(kRows, depth_tiles * 64, query_step);
     // So many products of tiles go with a panel of scores.
     const int64_t products = 4 * depth_tiles + 2 * value_tiles;
-    rows_at_once = products >= kRows ? 1 : products >= kRows / 2 ? 2 : 4;
+    rows_at_once = products >= kRows ? 1 : products > kRows / 3 ? 2 : 4;
   }
 
   int64_t depth_tiles;  // steps of a product along the depth
   int64_t value_tiles, value_panels, key_panel_bytes, value_panel_bytes;
   int64_t step_keys, chunk_keys;
+  bool has_chunks;       // more than one
   int64_t query_bytes;   // from a query's copy to the next, an odd number of cache lines
   int64_t query_step;    // bytes from a query to the next, of those that are multiplied as they are
   bool reads_queries;    // out of the queries themselves, with no copy
@@ -54,6 +55,7 @@ struct TilePlan : AttentionItems {
     if (call.tuning.chunk_panels > 0) steps = ceil_div(call.tuning.chunk_panels * kPanelColumns, step_keys);
     chunk_keys = minimum(steps * step_keys, round_up(maximum<int64_t>(1, call.keys), step_keys));
     value_panel_bytes = chunk_keys / kPanelColumns * 2 * kTileBytes;
+    has_chunks = chunk_keys < call.keys;
   }
 };
 

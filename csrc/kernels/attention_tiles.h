@@ -7,29 +7,29 @@
 //      step               64 or 128 keys: scores = queries * keys; softmax; sums += probabilities * values
 //
 // What is left of an online softmax: the largest of a row block's first scores is subtracted from all of them, unless
-// others outgrow it by far. Sums of probabilities are one more column of values, which is ones: products are what there is
-// time for.
+// others outgrow it by far. Where a chunk has all keys, even that is taken for 0 at first, and what comes out as nothing is
+// done again. Sums of probabilities are one more column of values, which is ones: products are what there is time for.
 #pragma once
 
 #include "kernels/attention_exponentials.h"
 #include "kernels/attention_head.h"
 #include "kernels/attention_pack.h"
-#include "kernels/attention_tile_plan.h"
+#include "kernels/attention_tile_rows.h"
 #include "runtime/arena.h"
 #include "runtime/registry.h"
-#include "tiles/tile_product.h"
+#include "tiles/tile_products.h"
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
 namespace xopt::XOPT_ISA {
 
 // A row block's scores with some keys of a chunk.
 struct TileStep {
-  int64_t block, key, count;
+  TileRows* block;
+  int64_t key, count;
   bool first, last;  // of the row block: overwrites its sums; completes them
 };
 
 class TileAttention {
-  using State = BlockState<TilePlan::kRows>;
   using Softmax = SoftmaxStep<TilePlan::kRows, Bf16, false>;
   static constexpr int64_t kRows = TilePlan::kRows, kMostStepKeys = TilePlan::kMostStepKeys;
   static constexpr int64_t kSumValues = kRows * kPanelColumns;  // of a panel
@@ -40,44 +40,48 @@ class TileAttention {
 
   void compute(int64_t item) {
     const auto head = plan_.head_of<Bf16>(item);
+    const TileRowsOfHead rows(plan_, head);
     head_ = &head;
-    blocks_ = plan_.blocks_of(item);
-    const int64_t count = blocks_.size();
+    rows_ = &rows;
+    const Range range = plan_.blocks_of(item);
     const Scratch keys(static_cast<size_t>(plan_.chunk_keys / kPanelColumns * plan_.key_panel_bytes));
     const Scratch values(static_cast<size_t>(plan_.value_panels * plan_.value_panel_bytes));
-    const Scratch queries(static_cast<size_t>(count * kRows * plan_.query_bytes));
+    const Scratch queries(static_cast<size_t>(range.size() * kRows * plan_.query_bytes));
     const Scratch probabilities(2 * kStepPanels * kSumValues * sizeof(Bf16));
     const Scratch scores(2 * kStepPanels * kSumValues * sizeof(float));
-    const Scratch sums(static_cast<size_t>(count * plan_.value_panels * kSumValues) * sizeof(float));
-    const Scratch states(static_cast<size_t>(count) * sizeof(State));
+    // Sums of a row block that sees all its keys in one chunk are written before the next ones begin.
+    const int64_t sums_of_block = plan_.value_panels * kSumValues, next_sums = plan_.has_chunks ? sums_of_block : 0;
+    const Scratch sums(static_cast<size_t>((range.size() - 1) * next_sums + sums_of_block) * sizeof(float));
+    const Scratch blocks(static_cast<size_t>(range.size()) * sizeof(TileRows));
     keys_ = keys.as<uint8_t>();
     values_ = values.as<uint8_t>();
-    queries_ = queries.as<uint8_t>();
     probabilities_ = probabilities.as<Bf16>();
     scores_ = scores.as<float>();
-    sums_ = sums.as<float>();
-    states_ = states.as<State>();
-    __builtin_memset(probabilities_, 0, 2 * kStepPanels * kSumValues * sizeof(Bf16));
+    auto* const first = blocks.as<TileRows>();
+    auto* const last = first + range.size();
     if (call_.depth == 0) __builtin_memset(keys_, 0, static_cast<size_t>(plan_.chunk_keys) * 64);
-    for (int64_t block = blocks_.begin; block < blocks_.end; ++block) begin_block(block);
+    for (int64_t i = 0; i < range.size(); ++i) {
+      rows.begin(range.begin + i, sums.as<float>() + i * next_sums,
+                 queries.as<uint8_t>() + i * kRows * plan_.query_bytes, first + i);
+    }
 
-    const KeyRange wanted = plan_.keys_of(blocks_);
+    const KeyRange wanted = plan_.keys_of(range);
     for (int64_t key = 0; key < wanted.end; key += plan_.chunk_keys) {
       if (key + plan_.chunk_keys <= wanted.begin) continue;
       begin_chunk(key);
-      for (int64_t block = blocks_.begin; block < blocks_.end; ++block) chunk_of_block(block);
-      advance(nullptr);
-      advance(nullptr);
+      guesses_ = !plan_.has_chunks;
+      for (TileRows* block = first; block != last; ++block) chunk_of_block(block);
+      finish_steps();
+      for (TileRows* block = first; block != last; ++block) {
+        if (block->is_lost) chunk_again(block);
+      }
     }
-    for (int64_t block = blocks_.begin; block < blocks_.end; ++block) {
-      const KeyRange seen = plan_.keys_of({block, block + 1});
-      if (seen.begin >= seen.end) write_zeros(block);
+    for (const TileRows* block = first; block != last; ++block) {
+      if (block->seen.begin >= block->seen.end) rows.write_zeros(*block);
     }
   }
 
  private:
-  State* state_of(int64_t block) const { return states_ + (block - blocks_.begin); }
-  float* sums_of(int64_t block) const { return sums_ + (block - blocks_.begin) * plan_.value_panels * kSumValues; }
   // Of a step: steps take two places in turns.
   float* scores_of(int64_t place) const { return scores_ + place * kStepPanels * kSumValues; }
   Bf16* probabilities_of(int64_t place) const { return probabilities_ + place * kStepPanels * kSumValues; }
@@ -87,18 +91,41 @@ class TileAttention {
     const HeadRows<Bf16> keys = head_->some_keys(key, plan_.chunk_keys);
     keys_magnitude_ = largest_magnitude(keys);
     pack_keys<Bf16>(keys, keys_);
+    fill_panel(keys.count);
     pack_values<Bf16>(head_->some_values(key, plan_.chunk_keys), plan_.value_panel_bytes, values_, true);
   }
 
-  void chunk_of_block(int64_t block) {
-    const KeyRange seen = plan_.keys_of({block, block + 1});
-    const int64_t end = minimum(seen.end, chunk_ + plan_.chunk_keys);
+  // With zeros, if the last panel of so many keys has columns of one tile only.
+  void fill_panel(int64_t count) const {
+    if (count % kPanelColumns == 0 || count % kPanelColumns > kTileColumns) return;
+    uint8_t* tile = keys_ + count / kPanelColumns * plan_.key_panel_bytes + kTileBytes;
+    for (int64_t k = 0; k < plan_.depth_tiles; ++k, tile += 2 * kTileBytes) __builtin_memset(tile, 0, kTileBytes);
+  }
+
+  void chunk_of_block(TileRows* block) {
+    const int64_t end = minimum(block->seen.end, chunk_ + plan_.chunk_keys);
     for (int64_t key = chunk_; key < end; key += plan_.step_keys) {
-      if (key + plan_.step_keys <= seen.begin) continue;
-      const TileStep step{block, key, minimum(plan_.step_keys, seen.end - key), key <= seen.begin,
-                          seen.end <= key + plan_.step_keys};
+      if (key + plan_.step_keys <= block->seen.begin) continue;
+      if (all_is_known(block)) key = advance_through(key, minimum(end, block->seen_by_all.end));
+      if (key >= end) return;
+      const TileStep step = step_at(block, key);
       advance(&step);
     }
+  }
+  void finish_steps() {
+    advance(nullptr);
+    advance(nullptr);
+  }
+  // Of a block whose scores are far below 0, all of a row's.
+  void chunk_again(TileRows* block) {
+    guesses_ = false;
+    block->begin();
+    chunk_of_block(block);
+    finish_steps();
+  }
+  TileStep step_at(TileRows* block, int64_t key) const {
+    const KeyRange seen = block->seen;
+    return {block, key, minimum(plan_.step_keys, seen.end - key), key <= seen.begin, seen.end <= key + plan_.step_keys};
   }
 
   struct Nothing {
@@ -113,7 +140,10 @@ class TileAttention {
       Nothing nothing;
       multiply(next, nothing);
     }
-    if (has_probabilities_ && likely_.last) write(likely_.block);
+    if (has_probabilities_ && likely_.last) rows_->write(likely_.block);
+    take_next(next);
+  }
+  XOPT_INLINE void take_next(const TileStep* next) {
     has_probabilities_ = has_scores_;
     likely_ = scored_;
     has_scores_ = next != nullptr;
@@ -121,19 +151,30 @@ class TileAttention {
     place_ = 1 - place_;
   }
 
-  // What the vector ports do between products: the softmax of the step whose scores are there. It needs no largest score
-  // but that of the row block's first step, as long as no other is 2^40 times as likely.
+  // Of the step whose scores are there.
+  float reach() const { return reach_of_scores(call_, scored_.block->magnitude, keys_magnitude_); }
+  Softmax begin_softmax() const {
+    const ScoreBlock block{scores_of(place_), kPanelColumns, kSumValues, scored_.block->rows.size(), scored_.count};
+    return {call_, block, scored_.block, probabilities_of(place_), kPanelColumns, kSumValues, reach() < kReachOfWords};
+  }
+
+  // What the vector ports do between products: the softmax of the step whose scores are there. No largest score is looked
+  // for but a row block's first, where that is not taken for 0, as long as no other is 2^40 times as likely.
   void make_probabilities(const TileStep* next) {
-    const Range rows = plan_.rows_of_block(scored_.block);
-    const ScoreBlock block{scores_of(place_), kPanelColumns, kSumValues, rows.size(), scored_.count};
-    State* state = state_of(scored_.block);
-    const float reach = reach_of_scores(call_, state->magnitude, keys_magnitude_);
-    Softmax softmax(call_, block, state, probabilities_of(place_), kPanelColumns, kSumValues, reach < kReachOfWords);
-    const bool masked = !(softmax.scales_later() && head_->sees_all(rows, scored_.key, scored_.count));
-    const bool reuses = !scored_.first && reach < kReachOfReuse && !adds_to_scores(call_);
+    const Range rows = scored_.block->rows;
+    Softmax softmax = begin_softmax();
+    bool reuses = (guesses_ || !scored_.first) && reach() < kReachOfReuse && !adds_to_scores(call_);
+    // Keys that fill up the last panel are zeros, and so are their values and the ones beside these: nothing is added.
+    const bool padded = reuses && scored_.key + scored_.count == call_.keys;
+    const bool masked = !(softmax.scales_later() && (padded || scored_.count % kWidth == 0) &&
+                          head_->sees_all(rows, scored_.key, scored_.count));
+    if (scored_.first) {
+      reuses = reuses && !masked;  // rows that see nothing would look as lost
+      if (reuses) scored_.block->guess();
+    }
     scales_[place_] = !reuses && !scored_.first;
-    // Of several panels of whole tiles the last may be stored by the products to come, before its turn.
-    if (masked || !reuses || rows.size() < kRows || scored_.count <= kPanelColumns) products_.finish();
+    // Of several panels the last may be stored by the products to come, before its turn.
+    if (masked || !reuses || scored_.count <= kPanelColumns) products_.finish();
     if (masked) mask(scored_, &softmax);
     if (reuses) {
       softmax.reuse_largest();
@@ -141,19 +182,27 @@ class TileAttention {
       if (!masked) softmax.look_at(0, rows.size());
       softmax.take_largest(factors_[place_]);
     }
-    const int64_t whole = softmax.by_words() ? scored_.count / kPanelColumns : 0;
+    const int64_t panels = padded && !masked ? ceil_div(scored_.count, kPanelColumns) : scored_.count / kPanelColumns;
+    const int64_t whole = softmax.by_words() ? panels : 0;
     const __m512i most = multiply_and_exponentiate(next, softmax, whole);
-    exponentiate(&softmax, rows, whole);
-    if (!reuses || !softmax.outgrew_largest(most)) return;
-    softmax.look_at(0, rows.size());
-    softmax.take_largest(factors_[place_]);
-    scales_[place_] = true;
-    exponentiate(&softmax, rows, 0);
+    exponentiate(&softmax, whole);
+    if (reuses && softmax.outgrew_largest(most)) exponentiate_anew(&softmax, masked);
   }
 
   // Of panels from `panel` on.
-  void exponentiate(Softmax* softmax, Range rows, int64_t panel) const {
-    for (; panel * kPanelColumns < scored_.count; ++panel) softmax->exponentiate(panel, 0, rows.size());
+  void exponentiate(Softmax* softmax, int64_t panel) const {
+    const int64_t rows = scored_.block->rows.size();
+    for (; panel * kPanelColumns < scored_.count; ++panel) softmax->exponentiate(panel, 0, rows);
+  }
+  void exponentiate_anew(Softmax* softmax, bool masked) {
+    if (masked || scored_.count % kWidth == 0) {
+      softmax->look_at(0, scored_.block->rows.size());
+    } else {
+      mask(scored_, softmax);  // keys that do not exist
+    }
+    softmax->take_largest(factors_[place_]);
+    scales_[place_] = !scored_.first;
+    exponentiate(softmax, 0);
   }
 
   // The products, and between them the probabilities of so many whole panels. Returns the largest of their counts.
@@ -169,14 +218,59 @@ class TileAttention {
   }
   template <int64_t Rows, bool Adds>
   [[gnu::noinline]] __m512i multiply_and_exponentiate(const TileStep* next, const Softmax& softmax, int64_t panels) {
-    alignas(64) float references[kRows];
-    softmax.find_references(references);
-    ExponentialsBetween<Rows, Adds> between(scores_of(place_), probabilities_of(place_), references,
-                                            softmax.count_of_score(), plan_.rows_of_block(scored_.block).size(),
-                                            panels);
+    const References references(softmax);
+    ExponentialsBetween<Rows, Adds> between(scores_of(place_), probabilities_of(place_), references.of_row,
+                                            softmax.count_of_score(), panels * kRows);
     multiply(next, between);
     between.finish();
     return between.most();
+  }
+  // Of all panels' rows, the same for each.
+  struct References {
+    explicit References(const Softmax& softmax) {
+      softmax.find_references(of_row);
+      for (int64_t row = 0; row < (kStepPanels - 1) * kRows; row += kWidth) {
+        store(of_row + kRows + row, load(of_row + row));
+      }
+    }
+    alignas(64) float of_row[kStepPanels * kRows];
+  };
+
+  // Whether the probabilities of the step whose scores are there, one of this block, need nothing but those, like all steps
+  // to come whose keys are seen by all rows.
+  bool all_is_known(const TileRows* block) const {
+    return has_scores_ && has_probabilities_ && scored_.block == block && !scored_.first && likely_.block == block &&
+           call_.mask.kind == MaskKind::none && call_.scale > 0 && reach() < kReachOfReuse &&
+           block->seen_by_all.begin <= scored_.key;
+  }
+  // Advances through steps of as many keys as there can be, up to `end`, and returns the first key that is left. A loop of
+  // its own: with all that is decided for a step otherwise, 4096 keys took up to 1.08 times as long.
+  int64_t advance_through(int64_t key, int64_t end) {
+    if (plan_.rows_at_once == 1) return advance_through<1>(key, end);
+    if (plan_.rows_at_once == 2) return advance_through<2>(key, end);
+    return advance_through<4>(key, end);
+  }
+  template <int64_t Rows>
+  [[gnu::noinline]] int64_t advance_through(int64_t key, int64_t end) {
+    Softmax softmax = begin_softmax();
+    softmax.reuse_largest();
+    const References references(softmax);
+    bool outgrown = false;
+    for (; !outgrown && key + plan_.step_keys <= end; key += plan_.step_keys) {
+      const TileStep next = step_at(scored_.block, key);
+      ExponentialsBetween<Rows, false> between(scores_of(place_), probabilities_of(place_), references.of_row,
+                                               softmax.count_of_score(), scored_.count / kPanelColumns * kRows);
+      multiply(&next, between);
+      between.finish();
+      scales_[place_] = false;
+      outgrown = softmax.outgrew_largest(between.most());
+      if (outgrown) {
+        Softmax anew = begin_softmax();
+        exponentiate_anew(&anew, false);
+      }
+      take_next(&next);
+    }
+    return key;
   }
 
   // The products of the steps before and after. Scores of the last panel may still be in tiles then.
@@ -192,13 +286,11 @@ class TileAttention {
 
   template <class Work>
   XOPT_INLINE void find_scores(const TileStep& step, int64_t place, Work& between) {
-    const Range rows = plan_.rows_of_block(step.block);
-    const Queries queries = queries_of(step.block);
+    const TileRows& block = *step.block;
     const uint8_t* panel = keys_ + (step.key - chunk_) / kPanelColumns * plan_.key_panel_bytes;
     float* sums = scores_of(place);
     for (int64_t left = step.count; left > 0; left -= kPanelColumns) {
-      products_.run({queries.rows, queries.stride, 64, panel, plan_.depth_tiles, sums, false, rows.size(), left},
-                    between);
+      products_.run<true>({block.queries, block.query_bytes, 64, panel, plan_.depth_tiles, sums, false}, between);
       panel += plan_.key_panel_bytes;
       sums += kSumValues;
     }
@@ -208,111 +300,47 @@ class TileAttention {
   XOPT_INLINE void add_values(const TileStep& step, int64_t place, Work& between) {
     const auto* words = reinterpret_cast<const uint8_t*>(probabilities_of(place));
     const uint8_t* panel = values_ + (step.key - chunk_) / kPanelColumns * 2 * kTileBytes;
-    float* sums = sums_of(step.block);
-    const int64_t k_tiles = ceil_div(step.count, kPanelColumns), rows = plan_.rows_of_block(step.block).size();
-    const ScoreBlock all{sums, kPanelColumns, kSumValues, rows, plan_.value_tiles * kTileColumns};
-    if (scales_[place]) all.scale_rows(factors_[place]);
-    for (int64_t left = plan_.value_tiles; left > 0; left -= 2) {
-      products_.run({words, 64, kSumValues * 2, panel, k_tiles, sums, !step.first, rows, left * kTileColumns}, between);
+    float* sums = step.block->sums;
+    const int64_t k_tiles = ceil_div(step.count, kPanelColumns);
+    if (scales_[place]) scale_sums(*step.block, factors_[place]);
+    int64_t left = plan_.value_tiles;
+    for (; left > 1; left -= 2) {
+      products_.run<true>({words, 64, kSumValues * 2, panel, k_tiles, sums, !step.first}, between);
       panel += plan_.value_panel_bytes;
       sums += kSumValues;
     }
+    if (left > 0) {
+      products_.run<false>({words, 64, kSumValues * 2, panel, k_tiles, sums, !step.first}, between);
+    }
+  }
+
+  void scale_sums(const TileRows& block, const float* factors) const {
+    const int64_t columns = plan_.value_tiles * kTileColumns;
+    ScoreBlock{block.sums, kPanelColumns, kSumValues, block.rows.size(), columns}.scale_rows(factors);
   }
 
   void mask(const TileStep& step, Softmax* softmax) {
-    const PlacedRows placed = placed_rows(step.block);
+    const PlacedRows placed(call_, step.block->rows);
     head_->mask(placed.rows, placed.places, step.key, step.count, &mask_, softmax);
-  }
-
-  struct PlacedRows {
-    Range rows;
-    RowPlace places[kRows];
-  };
-  PlacedRows placed_rows(int64_t block) const {
-    PlacedRows placed{plan_.rows_of_block(block), {}};
-    find_places(call_, placed.rows.begin, placed.rows.size(), placed.places);
-    return placed;
-  }
-
-  // A row block's queries, whose rows are `stride` bytes apart.
-  struct Queries {
-    const uint8_t* rows;
-    int64_t stride;
-  };
-  Queries queries_of(int64_t block) const {
-    if (const uint8_t* in_place = queries_in_place(block)) return {in_place, plan_.query_step};
-    return {copies_of(block), plan_.query_bytes};
-  }
-  uint8_t* copies_of(int64_t block) const { return queries_ + (block - blocks_.begin) * kRows * plan_.query_bytes; }
-
-  // Where the row block's queries begin, if tiles can read them there: whole rows of tiles, which begin where lines of the
-  // cache do. Else nullptr.
-  const uint8_t* queries_in_place(int64_t block) const {
-    if (!plan_.reads_queries) return nullptr;
-    const Range rows = plan_.rows_of_block(block);
-    const auto* first = reinterpret_cast<const uint8_t*>(head_->queries({rows.begin, 0}));
-    return reinterpret_cast<uintptr_t>(first) % 64 == 0 && rows.size() % kTileRows == 0 ? first : nullptr;
-  }
-
-  void begin_block(int64_t block) const {
-    const PlacedRows placed = placed_rows(block);
-    State* state = state_of(block);
-    state->clear();
-    state->magnitude = head_->magnitude_of_queries(placed.places, placed.rows.size());
-    if (queries_in_place(block) == nullptr) copy_queries(placed, copies_of(block));
-  }
-
-  // Copies lie close together: at their own distance rows may meet in few sets of L1.
-  void copy_queries(const PlacedRows& placed, uint8_t* to) const {
-    const int64_t bytes = call_.depth * 2, padded = plan_.depth_tiles * 64, rows = placed.rows.size();
-    for (int64_t row = 0; row < rows; ++row, to += plan_.query_bytes) {
-      if (padded > bytes) __builtin_memset(to + padded - 64, 0, 64);
-      copy_bytes(head_->queries(placed.places[row]), bytes, to);
-    }
-    for (int64_t row = rows; row < round_up(rows, kTileRows); ++row, to += plan_.query_bytes) {
-      __builtin_memset(to, 0, static_cast<size_t>(padded));
-    }
-  }
-
-  // Sums divided by those of the probabilities, which are their last column.
-  void write(int64_t block) const {
-    const PlacedRows placed = placed_rows(block);
-    const float* sums = sums_of(block);
-    const float* of_row = sums + call_.value_depth / kPanelColumns * kSumValues + call_.value_depth % kPanelColumns;
-    for (int64_t row = 0; row < placed.rows.size(); ++row) {
-      const float sum = of_row[row * kPanelColumns];
-      const float inverse = head_->inverse_of(placed.places[row], sum, state_of(block)->largest[row]);
-      Bf16* out = head_->out(placed.places[row]);
-      for (int64_t column = 0; column < call_.value_depth; column += kPanelColumns) {
-        write_scaled(sums + column / kPanelColumns * kSumValues + row * kPanelColumns, inverse,
-                     minimum(kPanelColumns, call_.value_depth - column), out + column);
-      }
-    }
-  }
-  void write_zeros(int64_t block) const {
-    const PlacedRows placed = placed_rows(block);
-    for (int64_t row = 0; row < placed.rows.size(); ++row) {
-      __builtin_memset(head_->out(placed.places[row]), 0, static_cast<size_t>(call_.value_depth) * sizeof(Bf16));
-    }
   }
 
   const AttentionCall& call_;
   const TilePlan& plan_;
   MaskRow mask_;
   const AttentionHead<Bf16>* head_ = nullptr;
-  Range blocks_{};
+  const TileRowsOfHead* rows_ = nullptr;
   int64_t chunk_ = 0;                            // its first key
   uint8_t *keys_ = nullptr, *values_ = nullptr;  // panels of a chunk
-  uint8_t* queries_ = nullptr;                   // copies: [row block][row]
   Bf16* probabilities_ = nullptr;                // [place][panel][row][32]
-  float *scores_ = nullptr, *sums_ = nullptr;    // [place][panel][row][32], [row block][panel][row][32]
-  State* states_ = nullptr;                      // [row block]
+  float* scores_ = nullptr;                      // [place][panel][row][32]
   float keys_magnitude_ = 0;                     // of the chunk
   // Steps under way: one whose scores are there, and the one before, whose probabilities are.
   TileStep scored_{}, likely_{};
   bool has_scores_ = false, has_probabilities_ = false;
   int64_t place_ = 0;
-  TileProducts products_;
+  bool guesses_ = false;  // that the largest of the first scores is 0
+  alignas(64) float nowhere_[TileProducts::kSums];
+  TileProducts products_{nowhere_};
   bool scales_[2] = {};  // whether sums before the step have to be multiplied by its factors
   alignas(64) float factors_[2][kRows];
 };
