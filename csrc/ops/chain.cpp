@@ -5,6 +5,7 @@
 
 #include "ops/check.h"
 #include "ops/conv_bands.h"
+#include "ops/image_groups.h"
 #include "ops/recorder.h"
 #include "runtime/parallel.h"
 #include "runtime/registry.h"
@@ -82,7 +83,7 @@ class Run {
       size_t end = i;
       while (end < steps.size() && (!steps[end].noted.empty() || steps[end].is_view)) ++end;
       if (end > i) {
-        run_in_team(steps, i, end, *addresses);
+        run_in_team(recording, i, end, *addresses);
         i = end;
       } else {
         if (!run_step(steps[i++], *addresses)) return false;
@@ -110,12 +111,27 @@ class Run {
     for (const size_t result : unused) results_[result] = Tensor();
   }
 
+  void run_images(const std::vector<RecordedStep>& steps, const ImageGroup& group, const Addresses& addresses) {
+    for (size_t i = group.begin; i < group.end; ++i) make_results(steps[i], addresses);
+    for (int64_t first = 0; first < group.images; first += group.at_once) {
+      const int64_t count = std::min(group.at_once, group.images - first);
+      for (size_t i = group.begin; i < group.end; ++i) replay_images(steps[i], threads_, addresses, first, count);
+    }
+    for (size_t i = group.begin; i < group.end; ++i) drop(steps[i].unused_after);
+  }
+
   // Steps that use no thread but by their kernels.
-  void run_in_team(const std::vector<RecordedStep>& steps, size_t begin, size_t end, const Addresses& addresses) {
+  void run_in_team(const Recording& recording, size_t begin, size_t end, const Addresses& addresses) {
+    const std::vector<RecordedStep>& steps = recording.steps;
     const auto run = [&] {
-      for (size_t i = begin; i < end; ++i) {
+      for (size_t i = begin; i < end;) {
+        if (const ImageGroup* group = recording.group_at(i)) {
+          run_images(steps, *group, addresses);
+          i = group->end;
+          continue;
+        }
         if (i + 1 < end) steps[i + 1].fetch();
-        run_step(steps[i], addresses);
+        run_step(steps[i++], addresses);
       }
     };
     if (end - begin > 1) return with_team(run);

@@ -51,6 +51,7 @@ class NotedCall {
     const void* value;
     int argument, result;  // -1: it is none
     Where where;           // for the one who records to fill in; nowhere: it stays as it is
+    bool stays = false;    // where images are done some at a time (image_groups.h): all of them at the same place
   };
   // A packed weight, whose header says what the call was made for.
   struct Packed {
@@ -110,6 +111,7 @@ class NotedCallOf final : public NotedCall {
     return call;
   }
   void run(const Addresses& at) const override { run_(with(at)); }
+  const Call& noted() const { return call_; }
 
  private:
   const Run run_;

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "ops/image_groups.h"
+#include "runtime/parallel.h"
+
 namespace xopt::ops {
 namespace {
 
@@ -252,6 +255,35 @@ void Recorder::make_wholes_first(std::vector<RecordedStep>* steps) {
   }
 }
 
+// Of results that nobody reads before or after a group of steps, there is room for as many images as are done at a time.
+// All others are wanted from the group's first step to its last.
+void Recorder::keep_for_images(const ImageGroup& group, const std::vector<bool>& is_tensor,
+                               std::vector<RecordedStep>* steps, std::vector<size_t>* made, std::vector<size_t>* last,
+                               std::vector<int64_t>* parts) {
+  const auto within = [&](size_t result) {
+    return !is_tensor[result] && (*made)[result] >= group.begin && (*last)[result] < group.end;
+  };
+  std::vector<size_t> others;
+  for (size_t i = group.begin; i < group.end; ++i) {
+    for (const std::unique_ptr<NotedCall>& noted : (*steps)[i].noted) {
+      for (NotedCall::Pointer& pointer : noted->pointers) {
+        if (pointer.where.in != Where::In::result) continue;
+        const size_t result = pointer.where.place;
+        pointer.stays = within(result);
+        if (pointer.stays) {
+          (*parts)[result] = group.images / group.at_once;
+        } else {
+          others.push_back(result);
+        }
+      }
+    }
+  }
+  for (const size_t result : others) {
+    (*made)[result] = std::min((*made)[result], group.begin);
+    (*last)[result] = std::max((*last)[result], group.end - 1);
+  }
+}
+
 void Recorder::place_results(Recording* recording) const {
   std::vector<RecordedStep>& steps = recording->steps;
   const size_t none = steps.size();
@@ -280,13 +312,19 @@ void Recorder::place_results(Recording* recording) const {
     }
   }
   for (const size_t result : prepared_.returned) last[result] = none;
+  std::vector<int64_t> parts(results_.size(), 1);
+  recording->image_groups = image_groups(steps, max_threads());
+  for (const ImageGroup& group : recording->image_groups) {
+    keep_for_images(group, is_tensor, &steps, &made, &last, &parts);
+  }
   std::vector<Placed> placed;
   std::vector<int64_t> begins(results_.size());
   for (size_t result = 0; result < results_.size(); ++result) {
     if (is_tensor[result]) {
       if (last[result] != none) steps[last[result]].unused_after.push_back(result);
     } else if (made[result] != none) {
-      const int64_t bytes = round_up(results_[result].memory.bytes, static_cast<int64_t>(kReplayAlignment));
+      const int64_t bytes =
+          round_up(ceil_div(results_[result].memory.bytes, parts[result]), static_cast<int64_t>(kReplayAlignment));
       place(&placed, result, made[result], last[result], bytes);
       begins[result] = placed.back().begin;
       recording->block_bytes = std::max(recording->block_bytes, placed.back().end);

@@ -51,6 +51,9 @@ class Recorder {
   static void make_wholes_first(std::vector<RecordedStep>* steps);
   void expect_results(RecordedStep* step) const;
   void take_noted(RecordedStep* step);
+  static void keep_for_images(const ImageGroup& group, const std::vector<bool>& is_tensor,
+                              std::vector<RecordedStep>* steps, std::vector<size_t>* made, std::vector<size_t>* last,
+                              std::vector<int64_t>* parts);
   void place_results(Recording* recording) const;
 
   const PreparedCalls& prepared_;

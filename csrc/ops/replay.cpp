@@ -141,6 +141,13 @@ bool Recording::is_of(const std::vector<int64_t>& given) const {
   });
 }
 
+const ImageGroup* Recording::group_at(size_t step) const {
+  for (const ImageGroup& group : image_groups) {
+    if (group.begin == step) return &group;
+  }
+  return nullptr;
+}
+
 bool Recording::is_worth_it() const {
   size_t noted = 0, others = 0;
   for (const RecordedStep& step : steps) {
@@ -181,15 +188,18 @@ void run_apart(std::vector<ReadyConv> convs) {
   }
 }
 
-void run_convs_together(const RecordedStep& step, int64_t threads, const Addresses& at) {
-  PlannedConvs together(threads);
-  for (const std::unique_ptr<NotedCall>& noted : step.noted) {
-    together.add(static_cast<const NotedCallOf<ReadyConv>&>(*noted).with(at));
-  }
-  if (!together.run()) run_apart(together.convs());
-}
-
 }  // namespace
+
+void run_again(std::vector<ReadyConv> convs, int64_t threads) {
+  count_replayed_calls(static_cast<int64_t>(convs.size()));
+  if (convs.size() == 1) {
+    run_ready(convs.front());
+  } else {
+    PlannedConvs together(threads);
+    for (const ReadyConv& conv : convs) together.add(conv);
+    if (!together.run()) run_apart(std::move(convs));
+  }
+}
 
 void RecordedStep::fetch() const {
   constexpr size_t kLine = 64, kLines = 16;
@@ -199,16 +209,23 @@ void RecordedStep::fetch() const {
   }
 }
 
-void replay(const RecordedStep& step, int64_t threads, const Addresses& at) {
+void make_results(const RecordedStep& step, const Addresses& at) {
   for (const RecordedResult& made : step.results) {
     at.results[made.place] = Tensor::empty_strided(made.sizes.data(), made.strides.data(),
                                                    static_cast<int64_t>(made.sizes.size()), made.dtype);
   }
+}
+
+void replay(const RecordedStep& step, int64_t threads, const Addresses& at) {
+  make_results(step, at);
   if (step.end - step.begin > 1) {
-    run_convs_together(step, threads, at);
-  } else {
-    for (const std::unique_ptr<NotedCall>& noted : step.noted) noted->run(at);
+    std::vector<ReadyConv> convs;
+    for (const std::unique_ptr<NotedCall>& noted : step.noted) {
+      convs.push_back(static_cast<const NotedCallOf<ReadyConv>&>(*noted).with(at));
+    }
+    return run_again(std::move(convs), threads);
   }
+  for (const std::unique_ptr<NotedCall>& noted : step.noted) noted->run(at);
   count_replayed_calls(static_cast<int64_t>(step.noted.size()));
 }
 

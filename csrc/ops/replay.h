@@ -10,6 +10,7 @@
 #include <array>
 #include <mutex>
 
+#include "ops/conv_call.h"
 #include "ops/joins.h"
 #include "ops/noted_call.h"
 #include "ops/prepared.h"
@@ -47,16 +48,25 @@ struct RecordedStep {
   std::vector<std::pair<size_t, std::vector<int64_t>>> expected;
 };
 
+// Steps [begin, end) that are done for some of their images at a time.
+struct ImageGroup {
+  size_t begin, end;
+  int64_t images, at_once;
+};
+
 struct Recording {
   bool is_of(const std::vector<int64_t>& sizes) const;
   // Whether packed weights are of the same kind.
   bool fits(const std::vector<const uint8_t*>& tensors) const;
   // Whether half of what computes was noted.
   bool is_worth_it() const;
+  // The group that begins with a step, or nullptr.
+  const ImageGroup* group_at(size_t step) const;
 
   std::vector<int64_t> sizes;  // what it is known by: everything of the chain's tensors but their values
   std::vector<bool> varies;    // the tensors that may have other sizes; none: no tensor may
   std::vector<RecordedStep> steps;
+  std::vector<ImageGroup> image_groups;                 // in order
   std::vector<std::pair<size_t, PackedHeader>> packed;  // which tensors are packed weights
   int64_t block_bytes = 0;
 };
@@ -97,5 +107,8 @@ class Recordings {
 
 // Runs a step that was noted; results that others read become tensors.
 void replay(const RecordedStep& step, int64_t threads, const Addresses& at);
+// The first part of that, and the second for convolutions: together, if they are several.
+void make_results(const RecordedStep& step, const Addresses& at);
+void run_again(std::vector<ReadyConv> convs, int64_t threads);
 
 }  // namespace xopt::ops
