@@ -39,7 +39,7 @@ ReadyConv some_images(const NotedCallOf<ReadyConv>& noted, const Addresses& at, 
   for (const NotedCall::Pointer& pointer : noted.pointers) {
     if (pointer.where.in == Where::In::nowhere || pointer.stays) continue;
     const int64_t bytes = image_bytes(noted.noted(), pointer.offset) * first;
-    const auto address = reinterpret_cast<uintptr_t>(at.of(pointer.where) + bytes);
+    const auto address = reinterpret_cast<uintptr_t>(at.of(pointer.apart) + bytes);
     std::memcpy(reinterpret_cast<uint8_t*>(&conv) + pointer.offset, &address, sizeof(address));
   }
   const int64_t positions = conv.call.input.in[0] * conv.call.input.in[1] * conv.call.input.in[2];

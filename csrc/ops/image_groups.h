@@ -1,6 +1,7 @@
 // Convolutions of many images that are made again (ops/replay.h), some images at a time: what one of them computes is still
 // in the caches when the next reads it. Bands (conv_bands.h) do so for two or three whose results nobody else reads, as far
-// as L2 goes; here it is whatever lies between two other operators, residual sums included, and the cache beyond.
+// as L2 goes; here it is whatever lies between two other operators, residual sums included, and the cache beyond. Whether it
+// pays is found by trying (ImagesChoice).
 #pragma once
 
 #include "ops/replay.h"

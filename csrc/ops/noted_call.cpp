@@ -9,7 +9,7 @@ CallNotes*& CallNotes::standing() {
 }
 
 void NotedCall::add(const uint8_t* field, const void* value, int argument, int result) {
-  pointers.push_back({static_cast<size_t>(field - noted_), value, argument, result, {}});
+  pointers.push_back({static_cast<size_t>(field - noted_), value, argument, result, {}, {}});
 }
 
 void NotedCall::reads(const PackedWeight& weight, const Tensor& packed) {

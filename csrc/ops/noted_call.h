@@ -41,6 +41,7 @@ struct Addresses {
   std::vector<const uint8_t*> tensors;
   std::vector<Tensor>& results;
   const uint8_t* block = nullptr;
+  bool apart = false;  // images are done some at a time
 };
 
 class NotedCall {
@@ -51,7 +52,8 @@ class NotedCall {
     const void* value;
     int argument, result;  // -1: it is none
     Where where;           // for the one who records to fill in; nowhere: it stays as it is
-    bool stays = false;    // where images are done some at a time (image_groups.h): all of them at the same place
+    Where apart;           // the same for a run that does images some at a time (image_groups.h)
+    bool stays = false;    // there, all of them at the same place
   };
   // A packed weight, whose header says what the call was made for.
   struct Packed {
@@ -86,7 +88,7 @@ class NotedCall {
   void put(const Addresses& at, void* call) const {
     for (const Pointer& pointer : pointers) {
       if (pointer.where.in == Where::In::nowhere) continue;
-      const auto address = reinterpret_cast<uintptr_t>(at.of(pointer.where));
+      const auto address = reinterpret_cast<uintptr_t>(at.of(at.apart ? pointer.apart : pointer.where));
       std::memcpy(static_cast<uint8_t*>(call) + pointer.offset, &address, sizeof(address));
     }
   }

@@ -257,45 +257,41 @@ void Recorder::make_wholes_first(std::vector<RecordedStep>* steps) {
 
 // Of results that nobody reads before or after a group of steps, there is room for as many images as are done at a time.
 // All others are wanted from the group's first step to its last.
-void Recorder::keep_for_images(const ImageGroup& group, const std::vector<bool>& is_tensor,
-                               std::vector<RecordedStep>* steps, std::vector<size_t>* made, std::vector<size_t>* last,
-                               std::vector<int64_t>* parts) {
-  const auto within = [&](size_t result) {
-    return !is_tensor[result] && (*made)[result] >= group.begin && (*last)[result] < group.end;
+void Recorder::keep_for_images(const ImageGroup& group, std::vector<RecordedStep>* steps, Lifetimes* lives) {
+  const auto is_within = [&](const Life& life) {
+    return !life.is_tensor && life.made >= group.begin && life.last < group.end;
   };
   std::vector<size_t> others;
   for (size_t i = group.begin; i < group.end; ++i) {
     for (const std::unique_ptr<NotedCall>& noted : (*steps)[i].noted) {
       for (NotedCall::Pointer& pointer : noted->pointers) {
         if (pointer.where.in != Where::In::result) continue;
-        const size_t result = pointer.where.place;
-        pointer.stays = within(result);
+        Life& life = (*lives)[pointer.where.place];
+        pointer.stays = is_within(life);
         if (pointer.stays) {
-          (*parts)[result] = group.images / group.at_once;
+          life.parts = group.images / group.at_once;
         } else {
-          others.push_back(result);
+          others.push_back(pointer.where.place);
         }
       }
     }
   }
   for (const size_t result : others) {
-    (*made)[result] = std::min((*made)[result], group.begin);
-    (*last)[result] = std::max((*last)[result], group.end - 1);
+    (*lives)[result].made = std::min((*lives)[result].made, group.begin);
+    (*lives)[result].last = std::max((*lives)[result].last, group.end - 1);
   }
 }
 
-void Recorder::place_results(Recording* recording) const {
-  std::vector<RecordedStep>& steps = recording->steps;
+Recorder::Lifetimes Recorder::lifetimes(const std::vector<RecordedStep>& steps) const {
   const size_t none = steps.size();
-  std::vector<size_t> made(results_.size(), none), last(results_.size(), none);
-  std::vector<bool> is_tensor(results_.size());
+  Lifetimes lives(results_.size(), Life{none, none});
   const auto use = [&](size_t result, size_t step) {
-    made[result] = std::min(made[result], step);
-    last[result] = step;
+    lives[result].made = std::min(lives[result].made, step);
+    lives[result].last = step;
   };
   for (size_t i = 0; i < steps.size(); ++i) {
     for (const RecordedResult& result : steps[i].results) {
-      is_tensor[result.place] = true;
+      lives[result.place].is_tensor = true;
       use(result.place, i);
     }
     for (const std::unique_ptr<NotedCall>& noted : steps[i].noted) {
@@ -306,36 +302,51 @@ void Recorder::place_results(Recording* recording) const {
     for (size_t call = steps[i].begin; steps[i].noted.empty() && call < steps[i].end; ++call) {
       each_result(prepared_.calls[call], [&](size_t read) { use(read, i); });
       for (size_t own = 0; own < prepared_.calls[call].results(); ++own) {
-        is_tensor[call * kMostResults + own] = true;
+        lives[call * kMostResults + own].is_tensor = true;
         use(call * kMostResults + own, i);
       }
     }
   }
-  for (const size_t result : prepared_.returned) last[result] = none;
-  std::vector<int64_t> parts(results_.size(), 1);
-  recording->image_groups = image_groups(steps, max_threads());
-  for (const ImageGroup& group : recording->image_groups) {
-    keep_for_images(group, is_tensor, &steps, &made, &last, &parts);
-  }
+  for (const size_t result : prepared_.returned) lives[result].last = none;
+  return lives;
+}
+
+// In the block: those that are made, and no tensors.
+std::vector<int64_t> Recorder::places(const Lifetimes& lives, size_t steps, int64_t* block_bytes) const {
   std::vector<Placed> placed;
   std::vector<int64_t> begins(results_.size());
   for (size_t result = 0; result < results_.size(); ++result) {
-    if (is_tensor[result]) {
-      if (last[result] != none) steps[last[result]].unused_after.push_back(result);
-    } else if (made[result] != none) {
-      const int64_t bytes =
-          round_up(ceil_div(results_[result].memory.bytes, parts[result]), static_cast<int64_t>(kReplayAlignment));
-      place(&placed, result, made[result], last[result], bytes);
-      begins[result] = placed.back().begin;
-      recording->block_bytes = std::max(recording->block_bytes, placed.back().end);
-    }
+    const Life& life = lives[result];
+    if (life.is_tensor || life.made == steps) continue;
+    const int64_t bytes =
+        round_up(ceil_div(results_[result].memory.bytes, life.parts), static_cast<int64_t>(kReplayAlignment));
+    place(&placed, result, life.made, life.last, bytes);
+    begins[result] = placed.back().begin;
+    *block_bytes = std::max(*block_bytes, placed.back().end);
   }
+  return begins;
+}
+
+void Recorder::place_results(Recording* recording) const {
+  std::vector<RecordedStep>& steps = recording->steps;
+  const Lifetimes lives = lifetimes(steps);
+  for (size_t result = 0; result < results_.size(); ++result) {
+    const Life& life = lives[result];
+    if (life.is_tensor && life.last != steps.size()) steps[life.last].unused_after.push_back(result);
+  }
+  Lifetimes apart_lives = lives;
+  recording->image_groups = image_groups(steps, max_threads());
+  for (const ImageGroup& group : recording->image_groups) keep_for_images(group, &steps, &apart_lives);
+  const std::vector<int64_t> begins = places(lives, steps.size(), &recording->block_bytes);
+  const std::vector<int64_t> apart_begins = places(apart_lives, steps.size(), &recording->block_bytes);
   for (RecordedStep& step : steps) {
     for (const std::unique_ptr<NotedCall>& noted : step.noted) {
       for (NotedCall::Pointer& pointer : noted->pointers) {
-        Where& where = pointer.where;
-        if (where.in != Where::In::result || is_tensor[where.place]) continue;
-        where = {Where::In::block, 0, begins[where.place] + where.bytes};
+        pointer.apart = pointer.where;
+        const Where where = pointer.where;
+        if (where.in != Where::In::result || lives[where.place].is_tensor) continue;
+        pointer.where = {Where::In::block, 0, begins[where.place] + where.bytes};
+        pointer.apart = {Where::In::block, 0, apart_begins[where.place] + where.bytes};
       }
     }
   }

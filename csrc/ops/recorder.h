@@ -51,9 +51,16 @@ class Recorder {
   static void make_wholes_first(std::vector<RecordedStep>* steps);
   void expect_results(RecordedStep* step) const;
   void take_noted(RecordedStep* step);
-  static void keep_for_images(const ImageGroup& group, const std::vector<bool>& is_tensor,
-                              std::vector<RecordedStep>* steps, std::vector<size_t>* made, std::vector<size_t>* last,
-                              std::vector<int64_t>* parts);
+  // Of a result: the first step that writes it, and the last that reads it; the number of steps: none, or somebody behind.
+  struct Life {
+    size_t made, last;
+    bool is_tensor = false;
+    int64_t parts = 1;  // of its images, for one of which there is room
+  };
+  using Lifetimes = std::vector<Life>;
+  Lifetimes lifetimes(const std::vector<RecordedStep>& steps) const;
+  static void keep_for_images(const ImageGroup& group, std::vector<RecordedStep>* steps, Lifetimes* lives);
+  std::vector<int64_t> places(const Lifetimes& lives, size_t steps, int64_t* block_bytes) const;
   void place_results(Recording* recording) const;
 
   const PreparedCalls& prepared_;

@@ -141,6 +141,21 @@ bool Recording::is_of(const std::vector<int64_t>& given) const {
   });
 }
 
+bool ImagesChoice::apart() const {
+  const int64_t tries = tries_.load(std::memory_order_relaxed);
+  if (tries < 2 * kTries) return tries % 2 != 0;
+  return least_[1].load(std::memory_order_relaxed) < least_[0].load(std::memory_order_relaxed);
+}
+
+void ImagesChoice::took(bool apart, int64_t nanoseconds) {
+  if (tries_.load(std::memory_order_relaxed) >= 2 * kTries) return;
+  std::atomic<int64_t>& least = least_[apart ? 1 : 0];
+  int64_t before = least.load(std::memory_order_relaxed);
+  while (nanoseconds < before && !least.compare_exchange_weak(before, nanoseconds, std::memory_order_relaxed)) {
+  }
+  tries_.fetch_add(1, std::memory_order_relaxed);
+}
+
 const ImageGroup* Recording::group_at(size_t step) const {
   for (const ImageGroup& group : image_groups) {
     if (group.begin == step) return &group;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <mutex>
 
 #include "ops/conv_call.h"
@@ -54,6 +55,19 @@ struct ImageGroup {
   int64_t images, at_once;
 };
 
+// Whether a recording's images are done some at a time, once both ways have been tried: it depends on how much of the last
+// cache a process has, and how fast that is, which no size tells.
+class ImagesChoice {
+ public:
+  bool apart() const;
+  void took(bool apart, int64_t nanoseconds);
+
+ private:
+  static constexpr int64_t kTries = 4;  // of each; the first brings memory and code in
+  std::atomic<int64_t> tries_{0};
+  std::array<std::atomic<int64_t>, 2> least_{INT64_MAX, INT64_MAX};
+};
+
 struct Recording {
   bool is_of(const std::vector<int64_t>& sizes) const;
   // Whether packed weights are of the same kind.
@@ -67,6 +81,7 @@ struct Recording {
   std::vector<bool> varies;    // the tensors that may have other sizes; none: no tensor may
   std::vector<RecordedStep> steps;
   std::vector<ImageGroup> image_groups;                 // in order
+  mutable ImagesChoice images;                          // where there are any
   std::vector<std::pair<size_t, PackedHeader>> packed;  // which tensors are packed weights
   int64_t block_bytes = 0;
 };
