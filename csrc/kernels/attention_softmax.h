@@ -260,7 +260,7 @@ class SoftmaxStep {
   // When all rows have been looked at. `factors`: what sums made before have to be multiplied by.
   void take_largest(float* factors) {
     alignas(64) float found[N];
-    reduce_rows<N>(vectors_, block_.rows, -kInfinity, found, [](F x, F y) { return max(x, y); });
+    find_largest(found);
     for (int64_t row = 0; row < N; row += kWidth) store(found + row, mul(load(found + row), set1(later_scale())));
     update_largest(state_, score_unit(call_), found, references_, factors);
     if constexpr (!Sums) return;
@@ -271,6 +271,15 @@ class SoftmaxStep {
   }
 
 #if XOPT_LEVEL >= XOPT_LEVEL_AVX512_BF16
+  // In place of taking the first largest: 0, but where a mask has left a row nothing. `masked`: rows were looked at.
+  void guess_largest(bool masked) {
+    alignas(64) float found[N] = {};
+    if (masked) find_largest(found);
+    const F nothing = set1(-kInfinity);
+    for (int64_t row = 0; row < N; row += kWidth) {
+      store(state_->largest + row, select_less(nothing, load(found + row), set1(0.0F), nothing));
+    }
+  }
   // In place of taking the largest, where words are made within kReachOfReuse, and masks do not add: subtracts what was the
   // largest so far. Afterwards, whether scores are so much larger that this will not do, as any are where there was none.
   void reuse_largest() {
@@ -319,6 +328,9 @@ class SoftmaxStep {
   }
 
  private:
+  void find_largest(float* found) {
+    reduce_rows<N>(vectors_, block_.rows, -kInfinity, found, [](F x, F y) { return max(x, y); });
+  }
   // What scores are yet to be scaled by.
   float later_scale() const { return scales_later_ ? scale_ : 1.0F; }
 

@@ -13,13 +13,8 @@ struct TileRows : BlockState<TilePlan::kRows> {
     clear();
     is_guess = is_lost = false;
   }
-  // The largest of their scores, as what is subtracted.
-  void guess() {
-    for (int64_t row = 0; row < TilePlan::kRows; ++row) largest[row] = 0;
-    is_guess = true;
-  }
 
-  bool is_guess;  // nothing was looked at to find the largest scores
+  bool is_guess;  // 0 was taken for the largest of the first scores
   bool is_lost;   // the guess was so much larger than scores that their probabilities are nothing
   Range rows;
   KeyRange seen;  // by any of them
@@ -76,7 +71,8 @@ class TileRowsOfHead {
     bool is_lost = false;
     for (int64_t row = 0; row < rows; ++row) {
       const float sum = of_row[row * kPanelColumns];
-      is_lost = is_lost || !(sum > kLeastOfGuess);
+      const bool saw_some = block->largest[row] > -kInfinity;
+      is_lost = is_lost || (saw_some && !(sum > kLeastOfGuess));
       inverses[row] = head_.inverse_of(placed.places[row], sum, block->largest[row]);
       outs[row] = head_.out(placed.places[row]);
     }

@@ -163,20 +163,20 @@ class TileAttention {
   void make_probabilities(const TileStep* next) {
     const Range rows = scored_.block->rows;
     Softmax softmax = begin_softmax();
-    bool reuses = (guesses_ || !scored_.first) && reach() < kReachOfReuse && !adds_to_scores(call_);
+    const bool reuses = (guesses_ || !scored_.first) && reach() < kReachOfReuse && !adds_to_scores(call_);
     // Keys that fill up the last panel are zeros, and so are their values and the ones beside these: nothing is added.
     const bool padded = reuses && scored_.key + scored_.count == call_.keys;
     const bool masked = !(softmax.scales_later() && (padded || scored_.count % kWidth == 0) &&
                           head_->sees_all(rows, scored_.key, scored_.count));
-    if (scored_.first) {
-      reuses = reuses && !masked;  // rows that see nothing would look as lost
-      if (reuses) scored_.block->guess();
-    }
     scales_[place_] = !reuses && !scored_.first;
     // Of several panels the last may be stored by the products to come, before its turn.
     if (masked || !reuses || scored_.count <= kPanelColumns) products_.finish();
     if (masked) mask(scored_, &softmax);
     if (reuses) {
+      if (scored_.first) {
+        softmax.guess_largest(masked);
+        scored_.block->is_guess = true;
+      }
       softmax.reuse_largest();
     } else {
       if (!masked) softmax.look_at(0, rows.size());

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <map>
 
-#include "ops/conv_bands.h"
 #include "runtime/cpu.h"
 
 namespace xopt::ops {
