@@ -29,7 +29,7 @@ constexpr bool kGiven = !std::is_same_v<T, None>;
 // Of one row. The loops take these by value: behind a reference, each store could change them.
 struct RowInput {
   const void *input, *residual;
-  float* values;  // nullptr: the input has them already
+  float* values;  // not used where the input has them already
   void* sum;      // nullptr: not wanted, or `values` are it
 };
 
@@ -39,24 +39,25 @@ struct RowOutput {
   float mean, scale;
 };
 
-// Memory that is wanted next: a step of it is fetched for each vector of a row.
+// Memory that is wanted next, of which a value takes `size` bytes: some is fetched for each vector of a row.
 struct Ahead {
   const uint8_t* data;
-  int64_t step;
+  int64_t size;
 
   XOPT_INLINE void fetch(int64_t column) const {
-    if constexpr (kWidth > 1) __builtin_prefetch(data + column / kWidth * step, 0, 3);
+    if constexpr (kWidth > 1) __builtin_prefetch(data + column * size, 0, 3);
   }
 };
 
 // s of a row, and the sum of it.
 template <class In, class Residual, class Sum = In>
 float read_row(RowInput row, int64_t columns) {
+  constexpr bool kStored = kGiven<Residual> || !std::is_same_v<In, float>;
   const auto* input = static_cast<const In*>(row.input);
   return sum_of(columns, [=](int64_t i, int64_t count) {
     F x = load_first(input + i, count);
     if constexpr (kGiven<Residual>) x = add(x, load_first(static_cast<const Residual*>(row.residual) + i, count));
-    if (row.values != nullptr) store_first(row.values + i, x, count);
+    if constexpr (kStored) store_first(row.values + i, x, count);
     if (row.sum != nullptr) store_first(static_cast<Sum*>(row.sum) + i, x, count);
     return x;
   });
@@ -75,18 +76,29 @@ float squares_about(float mean, const float* values, Ahead input, Ahead out, int
 
 template <class Out, bool kWeight, bool kBias>
 void write_row(RowOutput row, Ahead residual, int64_t columns) {
-  for_each_vector(columns, [=](int64_t i, int64_t count) {
-    residual.fetch(i);
-    F y = mul(sub(load_first(row.values + i, count), set1(row.mean)), set1(row.scale));
+  auto* out = static_cast<Out*>(row.out);
+  const auto result = [=](int64_t i, int64_t count) {
+    const F y = mul(sub(load_first(row.values + i, count), set1(row.mean)), set1(row.scale));
     if constexpr (kWeight && kBias) {
-      y = fma(y, load_first(row.weight + i, count), load_first(row.bias + i, count));
+      return fma(y, load_first(row.weight + i, count), load_first(row.bias + i, count));
     } else if constexpr (kWeight) {
-      y = mul(y, load_first(row.weight + i, count));
+      return mul(y, load_first(row.weight + i, count));
     } else if constexpr (kBias) {
-      y = add(y, load_first(row.bias + i, count));
+      return add(y, load_first(row.bias + i, count));
+    } else {
+      return y;
     }
-    store_first(static_cast<Out*>(row.out) + i, y, count);
-  });
+  };
+  int64_t i = 0;
+  for (; i + 2 * kWidth <= columns; i += 2 * kWidth) {
+    if (residual.data != nullptr) {
+      residual.fetch(i);
+      residual.fetch(i + kWidth);
+    }
+    store_two(out + i, result(i, kWidth), result(i + kWidth, kWidth));
+  }
+  for_each_vector(columns - i,
+                  [=](int64_t rest, int64_t count) { store_first(out + i + rest, result(i + rest, count), count); });
 }
 
 using ReadRow = float(RowInput row, int64_t columns);
@@ -159,19 +171,18 @@ class RowNorm {
     RowInput from{place.input, place.residual, values_, nullptr};
     if (call_.sum != nullptr) from.sum = static_cast<uint8_t*>(call_.sum) + row * n * dtype_size(call_.sum_dtype);
     const float* values = values_;
-    if (from.sum != nullptr && call_.sum_dtype == DType::f32) {
+    if (call_.input.dtype == DType::f32 && from.residual == nullptr) {
+      values = static_cast<const float*>(from.input);
+    } else if (from.sum != nullptr && call_.sum_dtype == DType::f32) {
       values = from.values = static_cast<float*>(from.sum);
       from.sum = nullptr;
-    } else if (call_.input.dtype == DType::f32 && from.residual == nullptr) {
-      values = static_cast<const float*>(from.input);
-      from.values = nullptr;
     }
     const float total = read_(from, n);
     const float mean = call_.norm == Norm::layer_norm ? total / static_cast<float>(n) : 0.0F;
     uint8_t* out = static_cast<uint8_t*>(call_.out) + row * n * dtype_size(call_.out_dtype);
-    const Ahead next_input = ahead(next.input, call_.input.dtype);
-    const Ahead next_residual = next.residual == nullptr ? next_input : ahead(next.residual, call_.residual.dtype);
-    const float squares = squares_about(mean, values, next_input, ahead(out, call_.out_dtype), n);
+    const Ahead next_input{next.input, dtype_size(call_.input.dtype)};
+    const Ahead next_residual{next.residual, dtype_size(call_.residual.dtype)};
+    const float squares = squares_about(mean, values, next_input, {out, dtype_size(call_.out_dtype)}, n);
     write_({values, weight_, bias_, out, mean, 1.0F / divisor(squares)}, next_residual, n);
   }
 
@@ -179,8 +190,6 @@ class RowNorm {
     if (call_.norm == Norm::unit_norm) return maximum(__builtin_sqrtf(squares), call_.eps);
     return __builtin_sqrtf(squares / static_cast<float>(call_.columns) + call_.eps);
   }
-
-  static Ahead ahead(const uint8_t* data, DType dtype) { return {data, kWidth * dtype_size(dtype)}; }
 
   const NormCall& call_;
   ReadRow* read_;
