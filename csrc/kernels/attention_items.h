@@ -29,20 +29,20 @@ struct AttentionItems : RowBlocks {
     items = heads * parts;
   }
 
+  // Heads of the same rows follow each other: they lie side by side.
   template <class T>
   AttentionHead<T> head_of(int64_t item) const {
-    const int64_t index = item / parts;
-    return {call, index / call.heads, index % call.heads};
+    return {call, item / (parts * call.heads), item % call.heads};
   }
-  Range blocks_of(int64_t item) const { return share(row_blocks, parts, item % parts); }
+  Range blocks_of(int64_t item) const { return share(row_blocks, parts, item / call.heads % parts); }
   Range rows_of_block(int64_t block) const { return {first_row(block), first_row(block + 1)}; }
   // That any row of them sees.
   KeyRange keys_of(Range blocks) const {
     const int64_t last_row = first_row(blocks.end) - 1;
     return keys_of_queries(call, first_row(blocks.begin) / call.group, last_row / call.group);
   }
-  // The item that the thread which has this one will most likely take.
-  int64_t item_after(int64_t item) const { return minimum(item + threads, items - 1); }
+  // The item that the thread which has this one will most likely take next.
+  int64_t item_after(int64_t item) const { return minimum(item + 1, items - 1); }
 
   const AttentionCall& call;
   int64_t threads, parts, items = 0;  // parts of a head's row blocks
