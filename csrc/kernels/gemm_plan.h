@@ -252,11 +252,15 @@ struct GemmPlan : RowBlocks {
     keeps_weights = true;
   }
 
-  // The split of threads into rows x panels that is done first, by a rough count of cycles: a block step costs about
-  // 80, copying A's share of it 50, bringing in a step's weights 100.
+  // Where each thread has rows enough to make up for reading all weights, rows are split whatever the panels are: then all
+  // products of a model agree, and each finds its rows where its own core has left them, as attention does its sequences
+  // (csrc/README.md). Else by a rough count of cycles: a block step costs about 80, copying A's share of it 50, bringing in
+  // a step's weights 100.
   void choose_grid(int64_t panels) {
+    constexpr int64_t kEnoughRows = 256;
+    const int64_t most = minimum(max_threads, row_blocks), enough = row_blocks * block_rows / kEnoughRows;
     int64_t best_cost = INT64_MAX;
-    for (int64_t rows = 1; rows <= minimum(max_threads, row_blocks); ++rows) {
+    for (int64_t rows = maximum<int64_t>(1, minimum(most, enough)); rows <= most; ++rows) {
       const int64_t columns = minimum(max_threads / rows, panels);
       const int64_t r = ceil_div(row_blocks, rows), p = ceil_div(panels, columns);
       const int64_t cost = r * p * 80 + r * 50 + p * 100;
