@@ -2,6 +2,7 @@
 // isa: scalar avx2 avx512 avx512_bf16 amx
 #include "kernels/conv_image.h"
 #include "kernels/conv_lines.h"
+#include "kernels/conv_slices.h"
 #include "kernels/float_blocks.h"
 #include "kernels/narrow_groups.h"
 
@@ -12,6 +13,7 @@ void conv_bf16(const ConvCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
   // A tile of several groups with one channel each is zeros but for one row of each group's outputs.
   if (call.group_in == 1 && conv_narrow(call)) return;
+  if (conv_by_slices<TileBf16>(call)) return;
   using Block = TileBlock<TileBf16, kLongTiles>;
   const RasterPlan<Block> plan(call);
   if (plan.chosen(call, product_call(call, 0).weight.panels)) return conv_on_raster(call, plan);

@@ -2,6 +2,7 @@
 // isa: scalar avx2 avx512 avx512_vnni amx
 #include "kernels/conv_loop.h"
 #include "kernels/conv_raster.h"
+#include "kernels/conv_slices.h"
 #include "tiles/block_amx.h"
 #include "tiles/block_int8.h"
 
@@ -11,6 +12,7 @@ namespace {
 template <class Source>
 void conv_int8(const ConvCall& call) {
 #if XOPT_LEVEL >= XOPT_LEVEL_AMX
+  if (conv_by_slices<TileInt8<Source>>(call)) return;
   using Block = TileBlock<TileInt8<Source>, kLongTiles>;
   const RasterPlan<Block> plan(call);
   if (plan.chosen(call, product_call(call, 0).weight.panels)) return conv_on_raster(call, plan);

@@ -43,9 +43,13 @@ class SliceRows {
         row_sums_(static_cast<size_t>(w_.zero_point != nullptr ? plan.row_blocks * Block::kRows * 4 : 0)) {
     if (in_place_.step != 0 && plan.rows % kTileRows == 0) copied_ = 0;
     if (copied_ == 0) return;
-    parallel(static_cast<int>(minimum(plan.max_threads, copied_)), [&](int thread, int threads) {
-      const Range mine = share(copied_, threads, thread);
-      for (int64_t i = mine.begin; i < mine.end; ++i) copy(first_copied_ + i);
+    // Slice by slice, since row blocks may be fewer than threads, but where a row's values are summed up over all slices.
+    const int64_t parts = w_.zero_point != nullptr ? 1 : plan.k_blocks, units = copied_ * parts;
+    parallel(static_cast<int>(minimum(plan.max_threads, units)), [&](int thread, int threads) {
+      const Range mine = share(units, threads, thread);
+      for (int64_t i = mine.begin; i < mine.end; ++i) {
+        copy(first_copied_ + i / parts, share(plan.k_blocks, parts, i % parts));
+      }
     });
   }
 
@@ -67,8 +71,8 @@ class SliceRows {
     return copies_.template as<uint8_t>() + (slice * copied_ + rb - first_copied_) * kCopyBytes<Block>;
   }
 
-  void copy(int64_t rb) const {
-    for (int64_t slice = 0; slice < plan_.k_blocks; ++slice) {
+  void copy(int64_t rb, Range slices) const {
+    for (int64_t slice = slices.begin; slice < slices.end; ++slice) {
       const int64_t k = first_tile(slice) * Block::kTileK;
       BlockCopier<Block, View> copier;
       copier.source = view_.rows(first_row_ + plan_.first_row(rb), k);
