@@ -141,6 +141,9 @@ struct GemmPlan : RowBlocks {
     return w.panels * w.panel_bytes <= (Block::kBackground ? kept_bytes() : most_resident);
   }
 
+  // Of a row's values in so many tiles.
+  static int64_t bytes_of_rows(int64_t k_tiles) { return k_tiles * (kTileBytes / kTileRows); }
+
   // Whether lines of a tile's rows, so many bytes apart, all meet in one set of L1 or two.
   static bool tile_rows_meet(int64_t step) { return step % kMeetingBytes == 0; }
 
@@ -232,7 +235,6 @@ struct GemmPlan : RowBlocks {
   int64_t panel_slice_bytes() const { return k_block_tiles * 2 * kTileBytes; }
   int64_t row_block_bytes() const { return Block::kRows * row_bytes(); }
   int64_t row_bytes() const { return bytes_of_rows(k_block_tiles); }
-  static int64_t bytes_of_rows(int64_t k_tiles) { return k_tiles * (kTileBytes / kTileRows); }
 
   // Tiles, where many row blocks pass: as many panels in a chunk as L2 holds beside the rows that stream through. A row of
   // the output is then written in long pieces, and rows of A in L1 serve the next panel more often (block_amx.h): 1024 x

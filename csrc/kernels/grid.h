@@ -1,6 +1,7 @@
 // Which thread computes what of a product, or of many: a grid of row blocks x panels.
 #pragma once
 
+#include "kernels/each_item.h"
 #include "kernels/gemm_plan.h"
 #include "runtime/shared_parts.h"
 
@@ -26,8 +27,7 @@ class Grid {
     least_ = kLeastCycles / unit_cycles + 1;
     if (!by_rows_) {
       // Rows that L2 does not hold come in anew for each piece: two of them (1024 x 768 x 3072 1.03 times as fast).
-      const int64_t row_bytes = w.k_tiles * (kTileBytes / kTileRows);
-      const bool rows_stay = most_rows * plan.block_rows * row_bytes <= l2_bytes();
+      const bool rows_stay = most_rows * plan.block_rows * plan.bytes_of_rows(w.k_tiles) <= l2_bytes();
       least_ = maximum(least_, most_panels / (rows_stay ? 4 : 2));
     } else if (weights_stay) {
       // A row block by itself would go through its weights as if it were alone with them.
@@ -61,17 +61,11 @@ class Grid {
   // Of several products threads take over whole parts, of which there may be thousands.
   template <class Compute>
   void each_of_many(int64_t threads, const Compute& compute) const {
-    const int64_t parts_of_product = grid_rows_ * grid_panels_, parts = products_ * parts_of_product;
-    const int64_t shares = minimum(parts, threads);
-    SharedParts shared(shares, 1);
-    shared.deal(parts);
-    parallel_for_some(static_cast<int>(shares), [&](int thread, int count) {
-      shared.each(thread, count, [&](int64_t, int64_t begin, int64_t end) {
-        for (int64_t part = begin; part < end; ++part) {
-          compute(part / parts_of_product, rows_of(part), panels_of(part), panels_of(part).end);
-        }
-      });
-    });
+    const int64_t parts_of_product = grid_rows_ * grid_panels_;
+    const auto compute_part = [&](int64_t part) {
+      compute(part / parts_of_product, rows_of(part), panels_of(part), panels_of(part).end);
+    };
+    for_each_item(products_ * parts_of_product, threads, [&] { return compute_part; });
   }
 
   Range rows_of(int64_t part) const { return share(row_blocks_, grid_rows_, part / grid_panels_ % grid_rows_); }

@@ -338,7 +338,8 @@ void Recorder::place_results(Recording* recording) const {
   recording->image_groups = image_groups(steps, max_threads());
   for (const ImageGroup& group : recording->image_groups) keep_for_images(group, &steps, &apart_lives);
   const std::vector<int64_t> begins = places(lives, steps.size(), &recording->block_bytes);
-  const std::vector<int64_t> apart_begins = places(apart_lives, steps.size(), &recording->block_bytes);
+  const std::vector<int64_t> apart_begins =
+      recording->image_groups.empty() ? begins : places(apart_lives, steps.size(), &recording->block_bytes);
   for (RecordedStep& step : steps) {
     for (const std::unique_ptr<NotedCall>& noted : step.noted) {
       for (NotedCall::Pointer& pointer : noted->pointers) {
